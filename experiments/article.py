@@ -21,14 +21,14 @@ import pandas as pd
 from rich.console import Console
 
 from experiments.bench import losses, measure
-from experiments.studies import page
+from experiments.studies import study_page
 from vqjax.lab import exits
 from vqjax.lab.plan import chips
 from vqjax.lab.report import units
 from vqjax.lab.training.provenance import provenance
 from vqjax.lm import records
 
-PAGE = page.DOCS / "results" / "article.md"
+PAGE = study_page.DOCS / "results" / "article.md"
 RESULTS = PAGE.with_suffix(".json")
 
 CONTEXT = 4096
@@ -455,7 +455,7 @@ LOSSES = {
 }
 
 
-def measured() -> dict[str, Any]:
+def measured_memory() -> dict[str, Any]:
   """XLA's account of the memory of a loss and its gradient; nothing is allocated."""
   rows = []
   for name in MEASURED:
@@ -487,7 +487,7 @@ def memory_table(result: Mapping[str, Any]) -> pd.DataFrame:
   return pd.DataFrame(table.values())
 
 
-def tables(result: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+def article_tables(result: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
   """The tables of the page by their markers."""
   return {
     "claims": claims_table(),
@@ -507,8 +507,8 @@ def update(path: pathlib.Path, result: Mapping[str, Any]) -> bool:
     f" {result['tokens']:,} tokens; {made_by['date'][:10]}, commit {made_by['commit']}."
   )
   sources = ", ".join(f"{name}: {model.source}" for name, model in MODELS.items())
-  blocks = {name: page.markdown(table) for name, table in tables(result).items()}
-  return page.update(path, blocks | {"origin": origin, "sources": f"{sources}."})
+  blocks = {name: study_page.markdown(table) for name, table in article_tables(result).items()}
+  return study_page.update_page(path, blocks | {"origin": origin, "sources": f"{sources}."})
 
 
 def main() -> int:
@@ -517,10 +517,10 @@ def main() -> int:
   parser.add_argument("--measure", action="store_true", help="compile the losses again")
   options = parser.parse_args()
   if options.measure:
-    records.write(RESULTS, measured())
+    records.write(RESULTS, measured_memory())
   result = json.loads(RESULTS.read_text("utf-8"))
-  for name, table in tables(result).items():
-    page.show(Console(), name, table)
+  for name, table in article_tables(result).items():
+    study_page.show_frame(Console(), name, table)
   update(PAGE, result)
   return 0
 

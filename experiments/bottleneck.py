@@ -24,21 +24,21 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 
-from experiments.studies import page
+from experiments.studies import study_page
 from experiments.studies.comparison.rows import zipf_tree
 from vqjax import DenseEmbedding, Head, SoftmaxQuantizer, assign, convert, heads
-from vqjax.convert.variables import part_of
-from vqjax.lab import conversion, exits
+from vqjax.convert.trained_variables import part_of
+from vqjax.lab import exits, starting_points
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import PennTreebank, Windows, WordTokenizer
-from vqjax.lab.training import fit, read_variables
+from vqjax.lab.training import fit, read_run_variables
 from vqjax.lab.training.provenance import provenance
-from vqjax.lab.training.run import load_text
+from vqjax.lab.training.run_folder import load_text
 from vqjax.lm import records
 from vqjax.lm.models import Transformer
 from vqjax.ops import sampling
 
-PAGE = page.DOCS / "results" / "bottleneck.md"
+PAGE = study_page.DOCS / "results" / "bottleneck.md"
 RESULTS = PAGE.with_suffix(".json")
 
 V = FROM_TOKENIZER
@@ -53,7 +53,7 @@ SKETCH = 384
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TrainedRow:
   """A decoder.
 
   Attributes:
@@ -73,68 +73,68 @@ def _dense(dim: int) -> Head:
   return heads.DenseHead(V, dim, use_bias=True)
 
 
-def _from_contexts(target: Any, equal_lengths: bool = False) -> conversion.FromVectors:
-  return conversion.FromVectors(convert.ContextVectors(0, equal_lengths), target)
+def _from_contexts(target: Any, equal_lengths: bool = False) -> starting_points.FromVectors:
+  return starting_points.FromVectors(convert.ContextVectors(0, equal_lengths), target)
 
 
-def _codes(alone: float) -> conversion.FromVectors:
+def _codes(alone: float) -> starting_points.FromVectors:
   return _from_contexts(convert.ToCodebook(convert.KMeans(power=0.5, alone=alone, seed=0)))
 
 
-ROWS: Mapping[str, Row] = {
-  **{f"dense-{d}": Row(f"dense, D = {d}", _dense, d) for d in (8, 16, 32, 64)},
-  "dense-contexts": Row(
+ROWS: Mapping[str, TrainedRow] = {
+  **{f"dense-{d}": TrainedRow(f"dense, D = {d}", _dense, d) for d in (8, 16, 32, 64)},
+  "dense-contexts": TrainedRow(
     "dense, D = 32, from contexts", _dense, start=_from_contexts(convert.ToDense())
   ),
-  "dense-equal": Row(
+  "dense-equal": TrainedRow(
     "dense, D = 32, from contexts of equal lengths",
     _dense,
     start=_from_contexts(convert.ToDense(), equal_lengths=True),
   ),
-  "tied": Row("tied", lambda d: heads.DenseHead(V, d, True, embedding=DenseEmbedding(V, d))),
-  "mixture": Row(
+  "tied": TrainedRow("tied", lambda d: heads.DenseHead(V, d, True, embedding=DenseEmbedding(V, d))),
+  "mixture": TrainedRow(
     "mixture of 4 softmaxes", lambda d: heads.MixtureHead(V, d, components=4, use_bias=True)
   ),
-  "sigsoftmax": Row(
+  "sigsoftmax": TrainedRow(
     "sigsoftmax", lambda d: heads.DenseHead(V, d, use_bias=True, output=heads.SigSoftmax())
   ),
-  "low-rank": Row("low rank, r = 8", lambda d: heads.LowRankHead(V, d, 8, use_bias=True)),
-  "codebook-256": Row(
+  "low-rank": TrainedRow("low rank, r = 8", lambda d: heads.LowRankHead(V, d, 8, use_bias=True)),
+  "codebook-256": TrainedRow(
     "codebook, K = 256",
     lambda d: heads.CodebookHead(V, d, 256, token_bias=True),
     start=_codes(0.5),
   ),
-  "codebook-1024": Row(
+  "codebook-1024": TrainedRow(
     "codebook, K = 1,024",
     lambda d: heads.CodebookHead(V, d, 1024, token_bias=True),
     start=_codes(0.5),
   ),
-  "product": Row(
+  "product": TrainedRow(
     "product, K = 64, M = 8",
     lambda d: heads.ProductHead(V, d, 64, 8, token_bias=True),
     start=_from_contexts(convert.ToProduct(power=0.5, seed=0)),
   ),
-  "dpq": Row("DPQ, K = 64, M = 8", lambda d: heads.DPQHead(V, d, SoftmaxQuantizer(64, 8))),
-  "grouped": Row("grouped, G = 100", lambda d: heads.GroupedHead(V, d, use_bias=True)),
-  "unshared": Row(
+  "dpq": TrainedRow("DPQ, K = 64, M = 8", lambda d: heads.DPQHead(V, d, SoftmaxQuantizer(64, 8))),
+  "grouped": TrainedRow("grouped, G = 100", lambda d: heads.GroupedHead(V, d, use_bias=True)),
+  "unshared": TrainedRow(
     "grouped, unshared", lambda d: heads.UnsharedGroupedHead(V, d, use_bias=True)
   ),
-  "residual": Row(
+  "residual": TrainedRow(
     "codebook and low rank, K = 256, r = 4",
     lambda d: heads.ResidualCodebookHead(V, d, 256, 4, token_bias=True),
     start=_from_contexts(convert.ToResidual(convert.KMeans(power=0.5, alone=0.25, seed=0))),
   ),
-  "adaptive": Row(
+  "adaptive": TrainedRow(
     "adaptive softmax", lambda d: heads.AdaptiveHead(V, d, (750, 3000))
   ),
-  "class-based": Row(
+  "class-based": TrainedRow(
     "class-based, 100 classes", lambda d: heads.ClassBasedHead(V, d, 100, assign.contiguous)
   ),
-  "tree": Row("tree softmax", lambda d: heads.HierarchicalHead(V, d, zipf_tree)),
+  "tree": TrainedRow("tree softmax", lambda d: heads.HierarchicalHead(V, d, zipf_tree)),
 }  # fmt: skip
 
 
-def experiment(name: str, steps: int = 300) -> Experiment:
+def row_experiment(name: str, steps: int = 300) -> Experiment:
   """The training of a row."""
   row = ROWS[name]
   head = row.head(row.dim)
@@ -248,9 +248,9 @@ def numerical_ranks(values: np.ndarray, shape: tuple[int, int], largest: float) 
   }
 
 
-def measured(name: str, work: pathlib.Path, steps: int) -> dict[str, Any]:
+def measured_row(name: str, work: pathlib.Path, steps: int) -> dict[str, Any]:
   """Train a row where it is not trained, and measure it."""
-  run = experiment(name, steps)
+  run = row_experiment(name, steps)
   begun = time.monotonic()
   result = fit(run, work / name)
   say(
@@ -258,7 +258,7 @@ def measured(name: str, work: pathlib.Path, steps: int) -> dict[str, Any]:
   )
   text = load_text(run)
   model, split = text.experiment.model, text.splits["valid"]
-  variables, _ = read_variables(work / name)
+  variables, _ = read_run_variables(work / name)
   whole = run.loader.whole(split, batch=run.train.batch, context=model.context)
   hidden, targets = [], []
   apply = jax.jit(lambda v, tokens: model.apply(v, tokens, method="hidden"))
@@ -349,8 +349,8 @@ def update(path: pathlib.Path, result: Mapping[str, Any]) -> bool:
   distinct = lambda key: ", ".join(sorted({str(r["provenance"][key]) for r in rows.values()}))
   origin = f"Commits {distinct('commit')}, on {distinct('device')}."
   tables = {"gradient": gradient_table(rows), "rank": rank_table(rows)}
-  blocks = {name: page.markdown(table) for name, table in tables.items()}
-  return page.update(path, blocks | {"origin": origin})
+  blocks = {name: study_page.markdown(table) for name, table in tables.items()}
+  return study_page.update_page(path, blocks | {"origin": origin})
 
 
 def main() -> int:
@@ -368,7 +368,7 @@ def main() -> int:
     parser.error(f"--only must name rows; got {', '.join(unknown)}. There are {', '.join(ROWS)}.")
   for name in [] if options.render else names:
     if name not in result["rows"] or options.only:
-      result["rows"][name] = measured(name, options.work, options.steps)
+      result["rows"][name] = measured_row(name, options.work, options.steps)
       records.write(options.json, result)
   if options.json == RESULTS:
     update(PAGE, result)

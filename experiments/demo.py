@@ -9,9 +9,9 @@ import pathlib
 from rich.console import Console
 
 from vqjax.commands.console import configure_warnings
-from vqjax.commands.runs import exit_code
+from vqjax.commands.run_folders import exit_code_of_run
 from vqjax.lab import exits, report
-from vqjax.lab.config import load, override
+from vqjax.lab.config import load_config, override
 from vqjax.lab.training import fit
 
 CONFIGS = ("lm_dense", "lm_tied", "lm_codebook", "lm_codebook_bias", "lm_grouped")
@@ -34,13 +34,15 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--steps", type=int, help="number of training steps instead of the configs'")
   options = parser.parse_args(arguments)
   configure_warnings()
-  return exit_code(lambda: _demo(options.runs, options.steps), out_of_memory=exits.LESS_OF_A_STEP)
+  return exit_code_of_run(
+    lambda: _demo(options.runs, options.steps), out_of_memory=exits.LESS_OF_A_STEP
+  )
 
 
 def _demo(folder: pathlib.Path, steps: int | None) -> None:
   changes = [] if steps is None else [f"train.steps={steps}"]
   configs = pathlib.Path(__file__).parents[1] / "configs"
-  experiments = [override(load(configs / f"{name}.py"), changes) for name in CONFIGS]
+  experiments = [override(load_config(configs / f"{name}.py"), changes) for name in CONFIGS]
   for experiment in experiments:
     fit(experiment, folder / experiment.name)
   runs = [report.read_run(folder / experiment.name) for experiment in experiments]
@@ -48,7 +50,7 @@ def _demo(folder: pathlib.Path, steps: int | None) -> None:
   columns = report.default_columns(runs)
   console.print(report.console_table(columns, runs, console.width))
   page = folder / "report.html"
-  report.write_page(runs, page, title="Vocabulary layers, side by side")
+  report.write_run_page(runs, page, title="Vocabulary layers, side by side")
   console.print(f"page: {page}", highlight=False)
 
 

@@ -4,7 +4,7 @@ python -m experiments.gguf_types --model gemma-3-270m-q4_k_m.gguf --work runs/ge
 python -m experiments.gguf_types --model gemma-3-270m-q4_k_m.gguf --types Q4_0 --tokens 2000
 
 The table is tied: inputs and outputs both use the one of the type. Held-out text and moments are
-those of `experiments.gemma`, in its folder. An interrupted call goes on where it was.
+those of `experiments.gemma_compression`, in its folder. An interrupted call goes on where it was.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from experiments.gemma import DOMAINS, WINDOW, read_texts, spread
+from experiments.gemma_compression import DOMAINS, WINDOW, read_domains, spread_windows
 from vqjax.lab import exits
 from vqjax.lab.training.provenance import provenance
 from vqjax.lm import checkpoints, records
@@ -53,16 +53,16 @@ def main() -> int:
   options = parser.parse_args()
   moments = read_moments(options.work / "moments.safetensors")
   model, variables, tokenizer = checkpoints.load(data_path(options.model, kind="--model"))
-  held_out = read_texts(tokenizer, model.head.vocab, options.work / "texts.npz").held_out
+  held_out = read_domains(tokenizer, model.head.vocab, options.work / "texts.npz").held_out
   known = [number for number, name in enumerate(held_out.names) if name in DOMAINS]
   is_known = np.isin(held_out.domain, known)
   held_out = dataclasses.replace(
     held_out, tokens=held_out.tokens[is_known], domain=held_out.domain[is_known]
   )
-  some = spread(held_out, max(1, options.tokens // (len(DOMAINS) * (WINDOW - 2))))
+  some = spread_windows(held_out, max(1, options.tokens // (len(DOMAINS) * (WINDOW - 2))))
   table = np.asarray(variables["params"]["embedding"]["weight"])
   path = options.work / "gguf_types.jsonl"
-  done = records.read_rows(path, _Row)
+  done = records.read_json_rows(path, _Row)
   reference = None
   for name in options.types:
     for way, metric in (("rounded", None), ("fitted", moments.metric())):
@@ -72,7 +72,7 @@ def main() -> int:
       begun = time.monotonic()
       other, size = np.empty_like(table), 0
       for first in range(0, len(table), ROWS):
-        packed = gguf_types.encode(name, table[first : first + ROWS], metric)
+        packed = gguf_types.encode_blocks(name, table[first : first + ROWS], metric)
         other[first : first + ROWS] = gguf.dequantize(packed, gguf.GGMLQuantizationType[name])
         size += packed.nbytes
       seconds = time.monotonic() - begun

@@ -4,9 +4,9 @@ python -m experiments.routed --model gemma-3-270m-q4_k_m.gguf
 python -m experiments.routed --model gemma-3-270m-q4_k_m.gguf --only milliseconds \\
     --windows 1 --work runs/routed-times --json docs/results/routed.json
 
-Hidden states are those of the texts of `experiments.gemma`: centroids are trained on states of its
-calibration text, and all numbers are of held-out text, by domain, and of unseen text. The states
-are kept in the folder of work; an interrupted call goes on where it was. Results are
+Hidden states are those of the texts of `experiments.gemma_compression`: centroids are trained on
+states of its calibration text, and all numbers are of held-out text, by domain, and of unseen text.
+The states are kept in the folder of work; an interrupted call goes on where it was. Results are
 docs/results/routed.json.
 """
 
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.gemma import DOMAINS, UNSEEN, WINDOW, read_texts, spread
+from experiments.gemma_compression import DOMAINS, UNSEEN, WINDOW, read_domains, spread_windows
 from vqjax import CertifiedHead, DenseHead, RoutedHead, assign
 from vqjax.convert import LikelyTokens, likely_tokens, train_routes
 from vqjax.lab import exits
@@ -61,7 +61,7 @@ PARTS = ("milliseconds", "certified")
 """Parts of the results that a call with `--only` may renew."""
 
 
-def states(options, model, variables, say):
+def collected_states(options, model, variables, say):
   """Hidden states, likely tokens and domains of training and held-out text."""
   vocab, head = model.head.vocab, dense_head(model)
   table = {"params": {"weight": variables["params"]["embedding"]["weight"]}}
@@ -80,8 +80,12 @@ def states(options, model, variables, say):
       if not path.is_file():
         if texts is None:
           tokenizer = checkpoints.load_tokenizer(data_path(options.model, kind="--model"))
-          texts = read_texts(tokenizer, vocab, options.work / "texts.npz")
-        some = spread(texts.held_out, each) if name == "eval" else spread(texts.calibration, SPREAD)
+          texts = read_domains(tokenizer, vocab, options.work / "texts.npz")
+        some = (
+          spread_windows(texts.held_out, each)
+          if name == "eval"
+          else spread_windows(texts.calibration, SPREAD)
+        )
         rows = some.tokens[first : first + WINDOWS_AT_ONCE]
         if not len(rows):
           break
@@ -204,7 +208,7 @@ def certified(options, held, head, table, say) -> dict:
   """Answers of a certified head beside brute force, and the rows that were in doubt."""
   made, variables = CertifiedHead.from_dense(head, table)
   path = options.work / "proved.jsonl"
-  done = records.read_rows(path, _Checked)
+  done = records.read_json_rows(path, _Checked)
   passes = []
 
   def recorded(*args):
@@ -333,7 +337,7 @@ def main() -> int:
   options.work.mkdir(parents=True, exist_ok=True)
   say = lambda text: print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
   model, variables, _ = checkpoints.load(data_path(options.model, kind="--model"))
-  train, held, head, table = states(options, model, variables, say)
+  train, held, head, table = collected_states(options, model, variables, say)
   path = options.json or options.work / "results.json"
   write = functools.partial(records.write, path)
   # Keys of JSON are strings.

@@ -32,7 +32,7 @@ TRAINED = ("wikitext-2/test.txt", "tinystories/gpt2_tokens_test.decoded.txt")
 BOUNDS = (0.01, 0.05)
 
 
-def trained(folder: pathlib.Path, steps: int) -> None:
+def train_gpt2(folder: pathlib.Path, steps: int) -> None:
   """Train the GPT-2 and write its folder."""
   model = decoder_of(CONFIG)
   tokens = np.zeros((1, model.context), np.int32)
@@ -82,7 +82,7 @@ def main() -> int:
   options.work.mkdir(parents=True, exist_ok=True)
   gpt2 = options.work / "gpt2"
   if not gpt2.is_dir():
-    trained(gpt2, options.steps)
+    train_gpt2(gpt2, options.steps)
   models = {"stories260K": data_path("stories260K/stories260K.bin"), "GPT-2, trained here": gpt2}
   rows = []
   for number, (name, path) in enumerate(models.items()):

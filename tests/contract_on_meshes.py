@@ -183,7 +183,7 @@ class ContractOnMeshes:
     for function, args, outs in [training, *(decoding if self.is_representative else [])]:
       with jax.set_mesh(mesh):
         compiled = jax.jit(function, out_shardings=outs).lower(*args).compile()
-      program = hlo.parse(compiled.as_text())
+      program = hlo.parse_hlo(compiled.as_text())
       sent = collectives.collectives(program, loops.runs(program), dict(mesh.shape))
       across = [x for x in sent if "model" in x.axes]
       assert any(x.kind == "all-reduce" for x in across)

@@ -17,7 +17,7 @@ def run(code):
 
 def test_each_module_is_a_command_or_shared_by_commands():
   names = {module.name for module in pkgutil.iter_modules(commands.__path__)}
-  assert names == {*cli.COMMANDS, "console", "models", "runs"}
+  assert names == {*cli.COMMANDS, "console", "models", "run_folders"}
 
 
 def test_arguments_after_the_name_are_those_of_the_command(tmp_path, capsys):

@@ -20,7 +20,7 @@ from vqjax.heads import CodebookHead, DenseHead, Head
 from vqjax.layer import Layer
 from vqjax.lm.models import Transformer
 from vqjax.ops.vocab_parallel import Replicated
-from vqjax.variables import Variable, table
+from vqjax.variables import Variable, integer_variable
 
 
 def drawn(shape, axes, **options):
@@ -43,7 +43,7 @@ class Outer(Layer):
     double = lambda value, shape, dtype: (2 * value).astype(dtype)
     return {
       "weight": drawn((3, 5), ("vocab", "embed"), pad_value=0),
-      "order": table((3,), ("vocab",), lambda: [2, 0, 1]),
+      "order": integer_variable((3,), ("vocab",), lambda: [2, 0, 1]),
       "doubled": Variable((3,), ("vocab",), double, jnp.uint8, "codes", source="order"),
       "inner": self.inner,
     } | ({} if self.embedding is None else {"embedding": self.embedding})

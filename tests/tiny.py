@@ -19,7 +19,7 @@ from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Text, Windows, WordTokenizer
 from vqjax.lab.training import Interrupted, fit, loop
 from vqjax.lab.training.program import Program
-from vqjax.lab.training.run import load_text
+from vqjax.lab.training.run_folder import load_text
 from vqjax.lm import records
 from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
@@ -121,4 +121,4 @@ def with_new_checksum(path):
   whole = path.read_bytes()
   before = whole[: whole.index(b'"checksum":"') + 12]
   after = whole[len(before) + 8 :]
-  path.write_bytes(before + compact_file.checksum(path).encode() + after)
+  path.write_bytes(before + compact_file.compact_checksum(path).encode() + after)

@@ -22,8 +22,8 @@ from .embeddings import Embedding as Embedding
 from .embeddings import GuidedEmbedding as GuidedEmbedding
 from .embeddings import Int8Embedding as Int8Embedding
 from .embeddings import LowRankEmbedding as LowRankEmbedding
+from .embeddings import PackedEmbedding as PackedEmbedding
 from .embeddings import ProductEmbedding as ProductEmbedding
-from .embeddings import QuantizedEmbedding as QuantizedEmbedding
 from .embeddings import ScalarEmbedding as ScalarEmbedding
 from .heads import AdaptiveHead as AdaptiveHead
 from .heads import CertifiedHead as CertifiedHead
@@ -38,8 +38,8 @@ from .heads import LearnedCodebookHead as LearnedCodebookHead
 from .heads import LearnedProductHead as LearnedProductHead
 from .heads import LowRankHead as LowRankHead
 from .heads import MixtureHead as MixtureHead
+from .heads import PackedHead as PackedHead
 from .heads import ProductHead as ProductHead
-from .heads import QuantizedHead as QuantizedHead
 from .heads import ResidualCodebookHead as ResidualCodebookHead
 from .heads import RoutedHead as RoutedHead
 from .heads import SampledSoftmaxHead as SampledSoftmaxHead

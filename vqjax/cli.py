@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import vqjax
 from vqjax.lab import signals
 
+__all__ = []
+
 COMMANDS = {
   "train": "train one experiment, or resume it",
   "table": "compare the runs below a folder",
@@ -35,7 +37,7 @@ def run() -> None:
   signals.take_over()  # before anything that takes time to import
   from vqjax.lab import exits
 
-  exits.run("vqjax.cli", sys.argv[1:])
+  exits.run_module("vqjax.cli", sys.argv[1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

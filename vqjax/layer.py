@@ -17,11 +17,13 @@ from flax import linen as nn
 from jaxtyping import Array
 
 from vqjax import variables
-from vqjax.assign.table import Given
+from vqjax.assign.checks import Given
 from vqjax.ops import vocab_parallel
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.types import Size
 from vqjax.variables import Declaration, Variable
+
+__all__ = []
 
 
 class Layer(nn.Module, metaclass=abc.ABCMeta):

@@ -14,6 +14,19 @@ from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+__all__ = [
+  "RULES",
+  "MeshShape",
+  "batch_sharding",
+  "constrain",
+  "global_batch",
+  "local_rows",
+  "make_mesh",
+  "replicated",
+  "shardings",
+  "spec",
+]
+
 AXES = ("data", "fsdp", "model")
 """Axes of every mesh: `data` and `fsdp` split the batch, `fsdp` and `model` the parameters."""
 
@@ -156,7 +169,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, P(("data", "fsdp")))
 
 
-def check_batch(rows: int, mesh: Mesh) -> None:
+def _check_batch(rows: int, mesh: Mesh) -> None:
   """Raise ValueError unless `data` and `fsdp` divide the rows of a batch."""
   data, fsdp = mesh.shape["data"], mesh.shape["fsdp"]
   if rows % (data * fsdp):

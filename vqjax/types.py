@@ -11,6 +11,8 @@ The letters are used as suffixes of array names and in jaxtyping signatures:
 
 from typing import Any, NamedTuple
 
+__all__ = ["Dtype", "Size"]
+
 Dtype = Any
 """A type that `jnp.dtype` accepts."""
 

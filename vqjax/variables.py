@@ -19,8 +19,10 @@ import numpy as np
 from jax.nn import initializers
 from jaxtyping import Array, ArrayLike
 
-from vqjax.assign.table import Given
+from vqjax.assign.checks import Given
 from vqjax.types import Dtype
+
+__all__ = []
 
 # A function (key, shape, dtype) -> array, as in `jax.nn.initializers`, or the array itself.
 Initializer = initializers.Initializer | np.ndarray | Array
@@ -91,7 +93,7 @@ def _given(table, key, shape, dtype):
   return jnp.asarray(table, dtype)
 
 
-def table(
+def integer_variable(
   shape: tuple[int, ...],
   axes: tuple[str, ...],
   make: Callable[[], ArrayLike],

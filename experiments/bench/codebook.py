@@ -12,7 +12,7 @@ from jax import lax
 
 from experiments.bench import measure
 from experiments.bench.losses import LossShape
-from experiments.bench.measure import Program, Timed, compare_within
+from experiments.bench.measure import Call, Timed, compare_within
 from vqjax import (
   AdaptiveHead,
   CodebookHead,
@@ -32,7 +32,7 @@ SLICE_SCORES = 2**28
 """Largest number of scores of a slice of tokens: 1 GiB."""
 
 
-class Sizes(NamedTuple):
+class CodebookSizes(NamedTuple):
   """Sizes of the compared heads.
 
   Attributes:
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
   best: tuple[int, ...]
 
 
-PAPER = Sizes(
+PAPER = CodebookSizes(
   shape=LossShape(16384, 768, 267_735),
   codes=(1024, 2048, 4096),
   cutoffs=(20_000, 80_000),
@@ -64,7 +64,7 @@ PAPER = Sizes(
   best=(1, 50),
 )
 """The sizes of Table 3: 32 sequences of 512 tokens of WikiText-103."""
-QUICK = Sizes(LossShape(32, 16, 512), (16, 32), (40, 160), 8, (16, 4), (2,), (3,))
+QUICK = CodebookSizes(LossShape(32, 16, 512), (16, 32), (40, 160), 8, (16, 4), (2,), (3,))
 SECONDS_PER_TOKEN = 15 / 16384
 """Seconds that the calls of a program may take after the first, for each token of the batch."""
 DECODING_SECONDS = 3.0
@@ -84,7 +84,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   yield figures | {"decoding": decoding_steps(sizes, 0.0 if quick else DECODING_SECONDS)}
 
 
-def batches(sizes: Sizes, seconds: float) -> dict[str, dict]:
+def batches(sizes: CodebookSizes, seconds: float) -> dict[str, dict]:
   """Print and return the cost of log-probabilities and of loss and gradient."""
   rows = contenders(sizes)
   variables = variables_of([one.head for one in rows.values()])
@@ -95,7 +95,7 @@ def batches(sizes: Sizes, seconds: float) -> dict[str, dict]:
   def table(title: str, program: Callable) -> dict[str, Timed]:
     programs = {name: program(one, variables[one.head], *data) for name, one in rows.items()}
     timed = compare_within(programs, seconds, log=measure.log)
-    measure.show(
+    measure.show_rows(
       f"{title}, {sizes.shape} float32, {device()}",
       ("", "ms", "faster", "temp MiB", "weights MB", "codes MB"),
       [_cells(name, t, timed[FULL], rows[name].head) for name, t in timed.items()],
@@ -104,7 +104,7 @@ def batches(sizes: Sizes, seconds: float) -> dict[str, dict]:
 
   found = table("log-probabilities (Table 3)", forward)
   differences = _differences(found, sizes)
-  trained = table("loss and gradient", training)
+  trained = table("loss and gradient", training_program)
   return {
     "slice": of_slice,
     "forward": _figures(found, rows),
@@ -120,7 +120,7 @@ def _cells(name, timed, full, head):
     f"{full.seconds / timed.seconds:.3g}x",
     measure.mib(timed.temp_bytes),
     f"{weight_bytes(head) / 1e6:.2f}",
-    f"{table_bytes(head) / 1e6:.2f}",
+    f"{integer_bytes(head) / 1e6:.2f}",
   ]
 
 
@@ -129,7 +129,7 @@ def _figures(timed, rows):
     name: _measured(t, timed[FULL])
     | {
       "weight_bytes_16_bit": weight_bytes(rows[name].head),
-      "table_bytes": table_bytes(rows[name].head),
+      "table_bytes": integer_bytes(rows[name].head),
     }
     for name, t in timed.items()
   }
@@ -144,7 +144,7 @@ def _measured(timed: Timed, full: Timed) -> dict[str, float]:
   }
 
 
-def _differences(timed: dict[str, Timed], sizes: Sizes) -> dict[str, float]:
+def _differences(timed: dict[str, Timed], sizes: CodebookSizes) -> dict[str, float]:
   """Largest differences in nats between equal log-probabilities."""
   found = {}
   exact = codebook_name(sizes.codes[0])
@@ -155,7 +155,7 @@ def _differences(timed: dict[str, Timed], sizes: Sizes) -> dict[str, float]:
   return found
 
 
-def decoding_steps(sizes: Sizes, seconds: float) -> dict[str, dict]:
+def decoding_steps(sizes: CodebookSizes, seconds: float) -> dict[str, dict]:
   """Print and return the cost of a decoding step, relative to the dense head."""
   heads = decoders(sizes)
   variables = variables_of(list(heads.values()))
@@ -168,7 +168,7 @@ def _decoding_of(rows, heads, variables, sizes, seconds):
   programs = {
     (name, step): program
     for name, head in heads.items()
-    for step, program in decoding(head, variables[head], rows, sizes.best).items()
+    for step, program in decoding_programs(head, variables[head], rows, sizes.best).items()
   }
   measure.say(f"batch {rows}: {len(programs)} programs of at most {seconds:.0f} s each")
   timed = compare_within(programs, seconds, log=lambda _: None)
@@ -179,7 +179,7 @@ def _decoding_of(rows, heads, variables, sizes, seconds):
     for name in heads
   }
   cell = lambda one: f"{one['seconds'] * 1e3:.4g} ({one['times_faster']:.3g}x)"
-  measure.show(
+  measure.show_rows(
     f"ms of a decoding step and times faster, batch {rows}, D={sizes.shape.dim}"
     f" V={sizes.shape.vocab} float32, {device()}",
     ("", *steps),
@@ -202,7 +202,7 @@ class ScoredHead(NamedTuple):
   sliced: bool = False
 
 
-def contenders(sizes: Sizes) -> dict[str, ScoredHead]:
+def contenders(sizes: CodebookSizes) -> dict[str, ScoredHead]:
   """The rows of Table 3, with the baselines of Table 1.
 
   The codes are random: neighbours in the vocabulary have different codes, as after clustering.
@@ -225,7 +225,7 @@ def codebook_name(codes: int) -> str:
   return f"codebook K={codes}"
 
 
-def decoders(sizes: Sizes) -> dict[str, Head]:
+def decoders(sizes: CodebookSizes) -> dict[str, Head]:
   """The heads whose decoding is timed; the dense head comes first."""
   vocab, dim = sizes.shape.vocab, sizes.shape.dim
   codes, (sub_codes, subspaces) = sizes.codes[0], sizes.product
@@ -270,7 +270,7 @@ def slice_of(tokens: int, vocab: int) -> int:
   return size
 
 
-def forward(one: ScoredHead, variables: dict, hidden: jax.Array, tokens: jax.Array) -> Program:
+def forward(one: ScoredHead, variables: dict, hidden: jax.Array, tokens: jax.Array) -> Call:
   """The program of the tokens' log-probabilities."""
   size = slice_of(len(tokens), one.head.vocab)
 
@@ -281,7 +281,9 @@ def forward(one: ScoredHead, variables: dict, hidden: jax.Array, tokens: jax.Arr
   return in_slices if one.sliced else one.log_prob, (variables, hidden, tokens)
 
 
-def training(one: ScoredHead, variables: dict, hidden: jax.Array, tokens: jax.Array) -> Program:
+def training_program(
+  one: ScoredHead, variables: dict, hidden: jax.Array, tokens: jax.Array
+) -> Call:
   """The program of the mean loss and its gradient in parameters and hidden states.
 
   A slice keeps its scores for its backward pass; the gradients of the slices are summed.
@@ -307,7 +309,9 @@ def training(one: ScoredHead, variables: dict, hidden: jax.Array, tokens: jax.Ar
   return in_slices if one.sliced else gradient, (params, hidden, tables, tokens)
 
 
-def decoding(head: Head, variables: dict, rows: int, ks: tuple[int, ...]) -> dict[str, Program]:
+def decoding_programs(
+  head: Head, variables: dict, rows: int, ks: tuple[int, ...]
+) -> dict[str, Call]:
   """Programs of a decoding step: a sample at temperature 1, and the best k."""
   hidden = jax.random.normal(jax.random.key(0), (rows, head.dim))
   draw = lambda v, h, key: head.apply(v, h, key, method="sample")
@@ -323,7 +327,7 @@ def weight_bytes(head: Head) -> int:
   return 2 * head.size().params
 
 
-def table_bytes(head: Head) -> int:
+def integer_bytes(head: Head) -> int:
   """Bytes of the integer tables."""
   return head.size().state_bytes - 4 * head.size().params
 

@@ -8,9 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import measure
-from experiments.bench.measure import Program, compare
+from experiments.bench.measure import Call, compare
 from experiments.bench.training_step import TrainingStep
-from experiments.studies.comparison.rows import SCALES, Row, Setting, deployed, rows
+from experiments.studies.comparison.rows import (
+  SCALES,
+  ComparisonRow,
+  ComparisonSetting,
+  deployed,
+  rows,
+)
 from vqjax import Head
 from vqjax.lab.config import with_vocab
 from vqjax.lab.report import units
@@ -31,7 +37,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
     yield figures
 
 
-def _setting(s: Setting, vocab: int, rounds: int) -> dict[str, Any]:
+def _setting(s: ComparisonSetting, vocab: int, rounds: int) -> dict[str, Any]:
   """Print and return the seconds of each row, and their ratios to those of the dense head.
 
   A row that is compressed after its training has no step of its own. Samples are compared with
@@ -54,7 +60,7 @@ def _setting(s: Setting, vocab: int, rounds: int) -> dict[str, Any]:
     of_dense, seconds = map(statistics.median, zip(*turns, strict=True))
     figures[row.name] |= {"step_seconds": seconds, "step": seconds / of_dense}
     own.end()
-  measure.show(
+  measure.show_rows(
     f"{s.name}: a training step of {s.train.batch * s.context} tokens, over that of the first row,"
     f" and a sample at batch 1, over the median of the dense heads, V={vocab:,}, D={s.dim},"
     f" float32, {device()}",
@@ -77,19 +83,19 @@ def _shown(value: float | None, scale: float = 1.0, digits: int = 2) -> str:
   return units.MISSING if value is None else f"{scale * value:.{digits}f}"
 
 
-def _step(row: Row, s: Setting, vocab: int) -> TrainingStep:
+def _step(row: ComparisonRow, s: ComparisonSetting, vocab: int) -> TrainingStep:
   step = TrainingStep(with_vocab(row.experiment(s, 0), vocab))
   step()
   return step
 
 
-def _deployed(row: Row) -> Head:
+def _deployed(row: ComparisonRow) -> Head:
   """The head of inference, with rows of its own: they cost what those of an embedding do."""
   own = {"embedding": None} if row.is_tied else {}
   return deployed(row.head()).clone(**own)
 
 
-def _sample(row: Row, vocab: int) -> Program:
+def _sample(row: ComparisonRow, vocab: int) -> Call:
   """A sample at batch 1 by the head of inference."""
   head = _deployed(row).clone(vocab=vocab)
   hidden, key = jax.random.normal(jax.random.key(0), (1, head.dim)), jax.random.key(1)

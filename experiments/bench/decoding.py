@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from experiments.bench import measure
-from experiments.bench.measure import Program, Timed, compare
+from experiments.bench.measure import Call, Timed, compare
 from vqjax import (
   CodebookHead,
   DenseHead,
@@ -27,7 +27,7 @@ TRANSPOSED = "hidden @ weight.T"
 """The product as it is usually written."""
 
 
-class Sizes(NamedTuple):
+class DecodingSizes(NamedTuple):
   """Sizes of the heads.
 
   Attributes:
@@ -47,9 +47,9 @@ class Sizes(NamedTuple):
   rounds: int = 5
 
 
-LLAMA = Sizes(128_256, 4096)
-WIKITEXT = Sizes(267_735, 768, product=(256, 96))
-QUICK = Sizes(509, 16, codes=16, product=(16, 4), best=3, rounds=1)
+LLAMA = DecodingSizes(128_256, 4096)
+WIKITEXT = DecodingSizes(267_735, 768, product=(256, 96))
+QUICK = DecodingSizes(509, 16, codes=16, product=(16, 4), best=3, rounds=1)
 BATCHES = 1, 16, 64
 
 
@@ -70,7 +70,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
       yield figures
 
 
-def heads_of(sizes: Sizes) -> dict[str, Head]:
+def heads_of(sizes: DecodingSizes) -> dict[str, Head]:
   """The heads; codes are random, as those of neighbours are after clustering."""
   vocab, dim = sizes.vocab, sizes.dim
   codes, subspaces = sizes.product
@@ -86,12 +86,12 @@ def heads_of(sizes: Sizes) -> dict[str, Head]:
 
 def programs(
   heads: dict[str, Head], variables: dict[str, Any], rows: int, best: int
-) -> dict[str, Program]:
+) -> dict[str, Call]:
   """A decoding step of each head, and the product that is the least of a dense one."""
   dim = heads["dense"].dim
   hidden, key = jax.random.normal(jax.random.key(0), (rows, dim)), jax.random.key(1)
   weight = variables["dense"]["params"]["weight"]
-  found: dict[str, Program] = {
+  found: dict[str, Call] = {
     PLAIN: (_plain, (weight, hidden)),
     TRANSPOSED: (lambda weight, hidden: hidden @ weight.T, (weight, hidden)),
     "linear_top_k": (lambda h, w: linear_top_k(h, w, best), (hidden, weight)),
@@ -130,7 +130,7 @@ def _shown(title: str, timed: dict[str, Timed]) -> dict[str, Any]:
     }
     for name, one in timed.items()
   }
-  measure.show(
+  measure.show_rows(
     f"a decoding step, {title} float32, {device()}",
     ("", "ms", "of the plain product", "times faster than dense", "temp MiB"),
     [

@@ -17,14 +17,14 @@ from experiments.bench.measure import compare, process_cost
 from experiments.bench.training_step import TrainingStep
 from experiments.plan.isolated import isolated
 from experiments.studies.dpq.rows import centroids, full, softmax
-from experiments.studies.dpq.settings import CodeSize, Setting
+from experiments.studies.dpq.settings import CodeSize, DPQSetting
 from vqjax import CompactEmbedding, DPQEmbedding, Embedding, SoftmaxQuantizer
 from vqjax.embeddings.compact_file import open_compact
 from vqjax.lab.config import with_vocab
 from vqjax.lab.data import PennTreebank
 from vqjax.lab.report.units import MISSING
 from vqjax.lab.training.provenance import device
-from vqjax.ops import packing
+from vqjax.ops import bit_packing
 
 V = 10_000
 ROUNDS = 7
@@ -83,7 +83,7 @@ def training(
       "temp_bytes": own.temp_bytes,
       "temp": own.temp_bytes / dense.temp_bytes,
     }
-  measure.show(
+  measure.show_rows(
     f"training step of the LSTM of width {body.dim}, V={vocab:,}, {body.unroll * 20} tokens,"
     f" float32, {device()}",
     ("K x M", "time / full", "temp / full"),
@@ -92,15 +92,15 @@ def training(
   return rows
 
 
-def _setting(body: LSTMSize) -> Setting:
+def _setting(body: LSTMSize) -> DPQSetting:
   make = lambda row, embedding, seed: language_model(
     row, embedding, body, PennTreebank(), 929_589, seed
   )
   none = CodeSize(2, 1)
-  return Setting(make, body.dim, body.begin, (), none, none, weight=body.weight)
+  return DPQSetting(make, body.dim, body.begin, (), none, none, weight=body.weight)
 
 
-def _step(setting: Setting, make: Callable[[Setting], Embedding], vocab: int) -> TrainingStep:
+def _step(setting: DPQSetting, make: Callable[[DPQSetting], Embedding], vocab: int) -> TrainingStep:
   step = TrainingStep(with_vocab(setting.make("bench", make(setting), seed=0), vocab))
   step()
   return step
@@ -120,7 +120,7 @@ def look_up(table: TableShape, tokens: int) -> dict[str, Any]:
     name: {"seconds": one.seconds, "temp_bytes": one.temp_bytes} for name, one in timed.items()
   }
   rows["time"] = timed["packed codes"].seconds / timed["dense gather"].seconds
-  measure.show(
+  measure.show_rows(
     f"lookup of {tokens:,} tokens, V={table.vocab:,} D={table.dim} K={table.codes}"
     f" M={table.subspaces}, float32, {device()}",
     ("", "ms", "time / dense"),
@@ -137,7 +137,7 @@ def random_compact(table: TableShape) -> CompactEmbedding:
   codes = np.random.default_rng(0).integers(0, table.codes, (table.vocab, table.subspaces))
   shape = table.subspaces, table.codes, table.dim // table.subspaces
   return CompactEmbedding(
-    data=packing.packed(codes.astype(np.uint16), packing.bits_for(table.codes)),
+    data=bit_packing.bit_packed(codes.astype(np.uint16), bit_packing.bits_for(table.codes)),
     values=np.asarray(jax.random.normal(jax.random.key(2), shape)),
     vocab=table.vocab,
     dim=table.dim,
@@ -155,7 +155,7 @@ def export(table: TableShape) -> dict[str, Any]:
     read = isolated(_read, str(path), table.vocab)
   rows = {"export": written, "open and look up": read}
   file = written["file_bytes"]
-  measure.show(
+  measure.show_rows(
     f"export of V={table.vocab:,} D={table.dim} K={table.codes} M={table.subspaces}:"
     f" {file:,} bytes, {written['formula_bytes']:,} by the formula, ratio"
     f" {written['formula_ratio']:.2f} by the paper's formula, {written['file_ratio']:.2f} by the"

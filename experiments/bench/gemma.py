@@ -33,7 +33,7 @@ Way = Callable[[int, int], tuple[float, list[int]]]
 """(rows of a batch, tokens) -> seconds, and the tokens of the last row."""
 
 
-class Sizes(NamedTuple):
+class GemmaSizes(NamedTuple):
   """Tokens of a continuation, rows of the batches, and rounds."""
 
   tokens: int
@@ -41,8 +41,8 @@ class Sizes(NamedTuple):
   rounds: int
 
 
-GEMMA = Sizes(tokens=24, batches=(1, 8), rounds=3)
-QUICK = Sizes(tokens=3, batches=(2,), rounds=1)
+GEMMA = GemmaSizes(tokens=24, batches=(1, 8), rounds=3)
+QUICK = GemmaSizes(tokens=3, batches=(2,), rounds=1)
 
 
 def loading(quick: bool) -> Iterator[dict[str, Any]]:
@@ -93,7 +93,7 @@ def _folders() -> Iterator[tuple[pathlib.Path, checkpoints.Tokenizer]]:
     yield pathlib.Path(name), tokenizer
 
 
-def _compared(ways: dict[str, Way], batch: int, sizes: Sizes) -> dict[str, dict[str, float]]:
+def _compared(ways: dict[str, Way], batch: int, sizes: GemmaSizes) -> dict[str, dict[str, float]]:
   """Tokens a second of each way, and tokens that agree with the first one's."""
   times: dict[str, list[float]] = {name: [] for name in ways}
   rows = {}
@@ -110,7 +110,7 @@ def _compared(ways: dict[str, Way], batch: int, sizes: Sizes) -> dict[str, dict[
     }
     for name in ways
   }
-  measure.show(
+  measure.show_rows(
     f"Gemma 3 270M, greedy, batch {batch}, a prompt of {len(PROMPT.split())} words and"
     f" {sizes.tokens} tokens, {device()}",
     ("", "tokens/s", "tokens of the first row"),
@@ -261,7 +261,7 @@ def _loading(file: pathlib.Path, folder: pathlib.Path, rounds: int) -> dict[str,
       figures[name]["memory_ratio"] = statistics.median(memory) / held["bytes"]
   ratio = lambda row: f"{row['memory_ratio']:.2f}" if "memory_ratio" in row else measure.MISSING
   columns = [f"{way}, {state}" for state in ("cold", "warm") for way in ("read", "load")]
-  measure.show(
+  measure.show_rows(
     f"loading of Gemma 3 270M, seconds, {device()}; cold: not in the cache of the system",
     ("", *columns, "memory"),
     [[name, *(f"{row[key]:.2f}" for key in columns), ratio(row)] for name, row in figures.items()],

@@ -14,11 +14,11 @@ from experiments.bench import measure
 from vqjax import DenseEmbedding, DenseHead
 from vqjax.lab.training.provenance import device
 from vqjax.lm.generation import GREEDY, generate, unstacked
-from vqjax.lm.generation.cache import Variables, decode, prefill
+from vqjax.lm.generation.kv_cache import Variables, decode, prefill
 from vqjax.lm.models import MLP, Attention, RMSNorm, Rotary, Transformer
 
 
-class Sizes(NamedTuple):
+class GenerationSizes(NamedTuple):
   """Sizes of the decoder and of the generated text."""
 
   vocab: int
@@ -29,15 +29,15 @@ class Sizes(NamedTuple):
   rounds: int
 
 
-DECODER = Sizes(vocab=32_003, dim=640, inner=2048, layers=12, tokens=64, rounds=5)
-QUICK = Sizes(vocab=97, dim=16, inner=32, layers=2, tokens=9, rounds=1)
+DECODER = GenerationSizes(vocab=32_003, dim=640, inner=2048, layers=12, tokens=64, rounds=5)
+QUICK = GenerationSizes(vocab=97, dim=16, inner=32, layers=2, tokens=9, rounds=1)
 PROMPT = list(range(1, 17))
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
   """Time greedy generation, prompts included, and as many calls of a step without anything else."""
   sizes = QUICK if quick else DECODER
-  model = decoder(sizes)
+  model = llama_decoder(sizes)
   tokens = jnp.zeros((1, len(PROMPT)), jnp.int32)
   init = functools.partial(model.init, method="loss_terms")
   variables = unstacked(jax.jit(init)(jax.random.key(0), tokens, tokens))
@@ -64,7 +64,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
       }
       for name, seconds in medians.items()
     }
-    measure.show(
+    measure.show_rows(
       f"greedy generation, batch {batch}, float32, {device()}",
       ("", "tokens/s", "of the bare step"),
       [
@@ -75,7 +75,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
     yield figures
 
 
-def decoder(sizes: Sizes) -> Transformer:
+def llama_decoder(sizes: GenerationSizes) -> Transformer:
   """A decoder of the kind of Llama, with the width and the blocks of Gemma 3 270M."""
   embedding = DenseEmbedding(sizes.vocab, sizes.dim)
   return Transformer(

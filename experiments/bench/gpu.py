@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from experiments.bench import losses, measure
 from experiments.bench.losses import LossShape
-from experiments.bench.measure import Program, Unavailable, compare
+from experiments.bench.measure import Call, Unavailable, compare
 from experiments.plan.isolated import isolated
 from vqjax import (
   CertifiedHead,
@@ -76,12 +76,12 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   shapes = (LossShape(64, 16, 1031),) if quick else SHAPES
   tables = []
   for shape in shapes:
-    lines = rows(shape, TILES[:1], (16,), calls) if quick else rows(shape, TILES, CODES)
-    tables.append(table(shape, here["device"], lines))
+    lines = loss_rows(shape, TILES[:1], (16,), calls) if quick else loss_rows(shape, TILES, CODES)
+    tables.append(loss_table(shape, here["device"], lines))
     yield here | {"note": NOTE.format(calls=calls), "tables": tables}
 
 
-def rows(
+def loss_rows(
   shape: LossShape, tiles: Sequence, codes: Sequence[int], calls: int = CALLS
 ) -> list[LossRow]:
   """The rows of a shape."""
@@ -94,12 +94,12 @@ def rows(
     LossRow("CCE, all gradients", partial(cut_cross_entropy, shape, calls, None)),
     LossRow("CCE, large gradients", partial(cut_cross_entropy, shape, calls, "high")),
     LossRow("Liger", partial(liger, shape, calls)),
-    *(jax_row(f"codebook K={count}", partial(codebook, shape, count)) for count in codes),
-    jax_row("grouped", partial(grouped, shape)),
+    *(jax_row(f"codebook K={count}", partial(codebook_program, shape, count)) for count in codes),
+    jax_row("grouped", partial(grouped_program, shape)),
   ]
 
 
-def table(shape: LossShape, device: str, lines: Sequence[LossRow]) -> dict:
+def loss_table(shape: LossShape, device: str, lines: Sequence[LossRow]) -> dict:
   """Measure and print the rows of a shape; failed rows keep their errors."""
   found, work = {}, 6 * shape.tokens * shape.dim * shape.vocab
   for line in lines:
@@ -112,7 +112,7 @@ def table(shape: LossShape, device: str, lines: Sequence[LossRow]) -> dict:
       found[line.name] = {"error": text}
     else:
       found[line.name] = cost._asdict() | {"tflops": work / cost.seconds / 1e12}
-  measure.show(
+  measure.show_rows(
     f"loss and gradient, {shape}, {device}",
     ("", "ms", "TFLOP/s", "peak (compiler)", "peak (device)"),
     [_cells(name, row) for name, row in found.items()],
@@ -139,8 +139,8 @@ def decoding(quick: bool) -> Iterator[dict[str, Any]]:
     figures[name] = {}
     for rows in (1,) if quick else BATCHES:
       # In a process of its own: the tables of one shape leave no room for those of the next.
-      found = isolated(steps, vocab, dim, rows, 1 if quick else CALLS)
-      measure.show(
+      found = isolated(timed_steps, vocab, dim, rows, 1 if quick else CALLS)
+      measure.show_rows(
         f"a decoding step of the head, {name}, batch {rows}, {here['device']}",
         ("", "ms", "times faster than bfloat16", "in doubt"),
         [_step_cells(name, row) for name, row in found.items()],
@@ -154,7 +154,7 @@ def _step_cells(name: str, row: dict) -> list[str]:
   return [name, f"{row['seconds'] * 1e3:.3f}", f"{row['times_faster']:.2f}", doubt]
 
 
-def steps(vocab: int, dim: int, rows: int, calls: int) -> dict[str, dict]:
+def timed_steps(vocab: int, dim: int, rows: int, calls: int) -> dict[str, dict]:
   """Times of decoding steps of one shape, each beside the same step of the bfloat16 table."""
   best = min(50, vocab)
   hidden, key = jax.random.normal(jax.random.key(1), (rows, dim)), jax.random.key(2)
@@ -177,7 +177,7 @@ def steps(vocab: int, dim: int, rows: int, calls: int) -> dict[str, dict]:
     },
   }
   wide = heads["float32"][1]["params"]["weight"]
-  programs: dict[str, Program] = {
+  programs: dict[str, Call] = {
     "arg max of a product, bfloat16": (_argmax, (wide.astype(jnp.bfloat16), heads["bfloat16"][2])),
     "arg max of a product, float32": (_argmax, (wide, hidden)),
   }
@@ -221,36 +221,36 @@ def machine() -> dict:
   return {"platform": first.platform, "device": first.device_kind, "versions": versions()}
 
 
-def xla_cost(program: Callable[[], Program], calls: int) -> LossCost:
+def xla_cost(program: Callable[[], Call], calls: int) -> LossCost:
   """Cost of a program on the first device."""
   timed = compare({"": program()}, rounds=calls)[""]
   stats = jax.local_devices()[0].memory_stats() or {}
   return LossCost(timed.seconds, timed.peak_bytes, stats.get("peak_bytes_in_use"))
 
 
-def materialised(shape: LossShape) -> Program:
+def materialised(shape: LossShape) -> Call:
   """The program of the loss with materialised logits."""
   return losses.gradient(losses.materialised_loss), losses.arrays(shape, jnp.bfloat16)
 
 
-def tiled(shape: LossShape, tile: tuple[int, int] | None) -> Program:
+def tiled(shape: LossShape, tile: tuple[int, int] | None) -> Call:
   """The program of the tiled dense loss."""
   return losses.gradient(losses.tiled_loss(tile)), losses.arrays(shape, jnp.bfloat16)
 
 
-def in_forward(shape: LossShape) -> Program:
+def in_forward(shape: LossShape) -> Call:
   """The program of the dense loss whose gradient is formed in the forward pass."""
   loss = partial(linear_cross_entropy, reduction="mean")
   return losses.gradient(loss), losses.arrays(shape, jnp.bfloat16)
 
 
-def codebook(shape: LossShape, codes: int) -> Program:
+def codebook_program(shape: LossShape, codes: int) -> Call:
   """The program of a codebook head's loss."""
   head = CodebookHead(shape.vocab, shape.dim, codes, param_dtype=jnp.bfloat16)
   return loss_and_gradient(head, shape.tokens, jnp.bfloat16)
 
 
-def grouped(shape: LossShape) -> Program:
+def grouped_program(shape: LossShape) -> Call:
   """The program of a grouped head's loss."""
   head = GroupedHead(shape.vocab, shape.dim, param_dtype=jnp.bfloat16)
   return loss_and_gradient(head, shape.tokens, jnp.bfloat16)

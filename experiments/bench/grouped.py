@@ -73,7 +73,7 @@ def loss(quick: bool) -> Iterator[dict[str, Any]]:
     }
     for name, one in timed.items()
   }
-  measure.show(
+  measure.show_rows(
     f"loss and gradient, {shape} float32, {device()}",
     ("", "ms", "faster than materialised", "faster than tiled", "temp MiB", "temp smaller"),
     [
@@ -178,7 +178,7 @@ def steps(quick: bool) -> Iterator[dict[str, Any]]:
   for rows_by_width in tables_2_and_3((TINY,) if quick else decoders, BUDGET_SECONDS):
     dim, rows = list(rows_by_width.items())[-1]
     decoder = TINY if quick else Decoder(int(dim))
-    measure.show(
+    measure.show_rows(
       f"training step, {decoder}, blocks recomputed, {device()}",
       ("", "params", "peak GB", f"of {DENSE}", "without remat", "tokens/s", "GMAC a row"),
       [_step_cells(name, row, rows[DENSE]) for name, row in rows.items()],
@@ -280,7 +280,7 @@ def sizes(quick: bool) -> Iterator[dict[str, Any]]:
     smallest = least(decoder.vocab, rows)
     yield {"sizes": rows, "least": smallest}
   keys = "size", "groups", "peak_bytes", "head_temp_bytes", "untiled_temp_bytes"
-  measure.show(
+  measure.show_rows(
     f"memory by group size, {decoder}, blocks recomputed",
     ("tokens a group", "groups", "step, peak MiB", "head alone, temp MiB", "untiled"),
     [
@@ -397,7 +397,7 @@ def images(quick: bool) -> Iterator[dict[str, Any]]:
     for name, call in calls.items():
       times[name].append(settled_seconds(call))
   seconds = {name: statistics.median(values) for name, values in times.items()}
-  measure.show(
+  measure.show_rows(
     f"a batch of {sizes.batch} images of {sizes.classes:,} classes, {device()}",
     ("", "ms"),
     [[name, f"{1e3 * value:.1f}"] for name, value in seconds.items()],

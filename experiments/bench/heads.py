@@ -48,7 +48,7 @@ def against_dense(shape: LossShape, codes: int, rounds: int) -> dict[str, Any]:
     }
     for name, one in timed.items()
   }
-  measure.show(
+  measure.show_rows(
     f"loss and gradient, {shape} float32, {device()}",
     ("", "ms", "times faster", "temp MiB", "times smaller"),
     [

@@ -61,7 +61,7 @@ def against_sklearn(size: PointsShape, draw: Callable[[PointsShape], np.ndarray]
     f"{row['inertia']:.6g}",
     measure.mib(row["memory_bytes"]),
   ]
-  measure.show(
+  measure.show_rows(
     f"k-means of a {draw.__name__}, {ITERATIONS} iterations, {size} float32, {device()}",
     ("", "s", "CPU s", "inertia", "MiB beyond the input"),
     [

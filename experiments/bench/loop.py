@@ -11,11 +11,11 @@ from typing import Any
 import jax
 
 from experiments.bench import measure
-from vqjax.lab.config import Experiment, load, override
+from vqjax.lab.config import Experiment, load_config, override
 from vqjax.lab.training import fit
 from vqjax.lab.training.program import Program
 from vqjax.lab.training.provenance import device
-from vqjax.lab.training.run import load_text
+from vqjax.lab.training.run_folder import load_text
 from vqjax.sharding import make_mesh
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "lm_codebook.py"
@@ -28,7 +28,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   fields = [f"train.steps={steps}", f"train.eval_every={10**6}", f"train.save_every={10**6}"]
   if quick:
     fields += ["data.valid_fraction=0.001", "data.test_fraction=0.001", "model.layers=1"]
-  experiment = override(load(CONFIG), fields)
+  experiment = override(load_config(CONFIG), fields)
   pairs = []
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")

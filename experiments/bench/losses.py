@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.bench.measure import Program
+from experiments.bench.measure import Call
 from vqjax import linear_log_prob
 
 BLOCKS = 64
@@ -86,7 +86,7 @@ def exact_log_prob(hidden, weight, tokens) -> np.ndarray:
   return np.concatenate(found)
 
 
-def tokamax_programs(data: tuple) -> tuple[dict[str, Program], dict[str, str]]:
+def tokamax_programs(data: tuple) -> tuple[dict[str, Call], dict[str, str]]:
   """Programs of tokamax's loss that run here, and the errors of the others.
 
   Both are empty where tokamax is not installed. tokamax takes the weight as [D, V].

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from vqjax.lab.report.units import MISSING
 
-Program = tuple[Callable, tuple]
+Call = tuple[Callable, tuple]
 """A function and its arguments."""
 
 WIDEST = 1000
@@ -52,7 +52,7 @@ class Timed(NamedTuple):
   calls: int
 
 
-def compare(programs: dict[str, Program], rounds: int = 5) -> dict[str, Timed]:
+def compare(programs: dict[str, Call], rounds: int = 5) -> dict[str, Timed]:
   """Compile each program, then call all of them in turn, `rounds` times.
 
   A program that takes less than a fifth of the slowest one is called five times in a round, so that
@@ -79,7 +79,7 @@ def compare(programs: dict[str, Program], rounds: int = 5) -> dict[str, Timed]:
 
 
 def compare_within(
-  programs: dict[Hashable, Program], seconds: float, log: Callable[[str], None]
+  programs: dict[Hashable, Call], seconds: float, log: Callable[[str], None]
 ) -> dict[Hashable, Timed]:
   """Compile each program and call it within `seconds`, at most `MAX_CALLS` times.
 
@@ -174,7 +174,7 @@ def _status(name: str) -> int:
   return 1024 * int(re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)[1])
 
 
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def show_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
   """Print a table of names (first column) and numbers."""
   say(title)
   table = Table()

@@ -20,13 +20,13 @@ from experiments.bench import measure, speculation
 from experiments.bench.gemma import CACHE
 from vqjax.lab.training.provenance import device
 from vqjax.lm.drafting import Medusa
-from vqjax.lm.drafting.medusa_training import Settings, frequent_output, medusa_of_rows
-from vqjax.lm.generation import Sampling, Tree, Typical, generate
+from vqjax.lm.drafting.medusa_training import MedusaTraining, frequent_output, medusa_of_rows
+from vqjax.lm.generation import DraftTree, Sampling, Typical, generate
 from vqjax.lm.jobs import ProgressBars, open_work
 from vqjax.lm.lenses.tuned import model_mark
 
 
-class Sizes(NamedTuple):
+class MedusaSizes(NamedTuple):
   """Sizes of the training and of the comparison.
 
   Attributes:
@@ -42,14 +42,14 @@ class Sizes(NamedTuple):
   rows: int
   width: int
   tokens: int
-  settings: Settings
-  texts: speculation.Sizes
+  settings: MedusaTraining
+  texts: speculation.SpeculationSizes
 
 
-GEMMA = Sizes(
-  4096, 1280, 128, 64, Settings(steps=1200), speculation.GEMMA._replace(prompts=3, foreign=4)
+GEMMA = MedusaSizes(
+  4096, 1280, 128, 64, MedusaTraining(steps=1200), speculation.GEMMA._replace(prompts=3, foreign=4)
 )
-QUICK = Sizes(23, 6, 9, 9, Settings(2, 3, 8, size=4), speculation.QUICK)
+QUICK = MedusaSizes(23, 6, 9, 9, MedusaTraining(2, 3, 8, size=4), speculation.QUICK)
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
@@ -59,7 +59,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
     speculation.random_target(sizes.texts) if quick else speculation.gemma_target(sizes.texts)
   )
   start = time.perf_counter()
-  drafter, held_out = trained(target, sizes)
+  drafter, held_out = trained_medusa(target, sizes)
   figures: dict[str, Any] = {
     "sizes": sizes._asdict() | {"settings": dataclasses.asdict(sizes.settings), "texts": None},
     "training_seconds": time.perf_counter() - start,
@@ -67,7 +67,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
     "tree": drafter.tree.paths,
   }
   yield figures
-  chain = dataclasses.replace(drafter, tree=Tree.chain(len(drafter.blocks.weight)))
+  chain = dataclasses.replace(drafter, tree=DraftTree.chain(len(drafter.blocks.weight)))
   shapes = {"chain": chain, "tree": drafter}
   shapes["typical"] = dataclasses.replace(drafter, typical=Typical())
   for domain, prompts in target.prompts.items():
@@ -79,7 +79,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
         if shape != "typical" or not sampling.is_greedy
       }
       yield figures
-  measure.show(
+  measure.show_rows(
     f"tokens a pass, {drafter.tree.size} draft tokens in the tree, {device()}",
     ("", *shapes),
     [
@@ -90,7 +90,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   )
 
 
-def trained(target: speculation.Target, sizes: Sizes) -> tuple[Medusa, dict[str, Any]]:
+def trained_medusa(target: speculation.Target, sizes: MedusaSizes) -> tuple[Medusa, dict[str, Any]]:
   """The drafter, and its figures on held-out rows; an interrupted training goes on."""
   model, variables = target.model, target.variables
   count = min(sizes.rows, len(target.tokens) // sizes.width)

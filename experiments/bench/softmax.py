@@ -61,10 +61,10 @@ def speed(shape: LossShape, tiles: Sequence[tuple[int, int]], rounds: int) -> di
       "loss": loss,
       "error": abs(loss - exact),
     }
-  measure.show(
+  measure.show_rows(
     f"loss and gradient, {shape} float32, {device()}",
     ("", "ms", "ratio", "temp MiB", "loss", "error"),
-    [cells(name, row) for name, row in rows.items()],
+    [loss_cells(name, row) for name, row in rows.items()],
   )
   for name, why in refused.items():
     measure.say(f"{name} does not run here: {why}")
@@ -84,7 +84,7 @@ def _mean_loss(hidden, weight, tokens):
   return linear_cross_entropy(hidden, weight, tokens, reduction="mean", scratch=SCRATCH)
 
 
-def cells(name: str, row: dict[str, float]) -> list[str]:
+def loss_cells(name: str, row: dict[str, float]) -> list[str]:
   """The cells of a row of `speed`; an error above `MAX_ERROR` is marked."""
   return [
     name,
@@ -129,7 +129,7 @@ def options(quick: bool) -> Iterator[dict[str, Any]]:
     }
     for name, one in timed.items()
   }
-  measure.show(
+  measure.show_rows(
     f"linear_softmax, loss and gradient, {shape} float32, {device()}",
     ("", "ms", "time ratio", "temp MiB"),
     [
@@ -194,7 +194,7 @@ def memory(quick: bool) -> Iterator[dict[str, Any]]:
     for shape, mesh in ((large, one), (sharded, one), (sharded, every))
     for name, loss in SHARDED_LOSSES.items()
   ]
-  measure.show(
+  measure.show_rows(
     "temporaries of loss and gradient, float32, compiled for a CPU; weight rows sharded",
     ("", "N", "D", "V", "devices", "MiB a device"),
     [

@@ -24,29 +24,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from experiments import gemma as texts
+from experiments import gemma_compression as texts
 from experiments.bench import gemma, measure
 from experiments.bench.generation import QUICK as QUICK_DECODER
-from experiments.bench.generation import decoder
+from experiments.bench.generation import llama_decoder
 from vqjax import DenseHead, LowRankHead, RoutedHead, assign
 from vqjax.commands.models import load_model
 from vqjax.convert import likely_tokens, train_routes
 from vqjax.heads import Head
-from vqjax.lab.config import load, override
+from vqjax.lab.config import load_config, override
 from vqjax.lab.data import Stories
 from vqjax.lab.training import fit
 from vqjax.lab.training.provenance import device
 from vqjax.lm import checkpoints
 from vqjax.lm.drafting import Eagle, load_eagle, save_eagle
-from vqjax.lm.drafting.eagle_training import Settings, drafter_of_rows, spread_rows, timed
+from vqjax.lm.drafting.eagle_training import EagleTraining, drafter_of_rows, spread_rows, timed
 from vqjax.lm.generation import GREEDY, Drafter, EarlyExit, Sampling, generate, unstacked
-from vqjax.lm.generation.cache import Variables, extend, prefill
+from vqjax.lm.generation.kv_cache import Variables, extend, prefill
 from vqjax.lm.jobs import ProgressBars, open_work
 from vqjax.lm.lenses.tuned import model_mark
 from vqjax.lm.models import Transformer
 
 
-class Sizes(NamedTuple):
+class SpeculationSizes(NamedTuple):
   """Sizes of the drafter, its training and the comparison.
 
   Attributes:
@@ -65,7 +65,7 @@ class Sizes(NamedTuple):
     blocks: blocks of the model after which its early exit is.
   """
 
-  settings: Settings
+  settings: EagleTraining
   positions: int
   written: int
   width: int
@@ -80,8 +80,8 @@ class Sizes(NamedTuple):
   blocks: int
 
 
-GEMMA = Sizes(
-  Settings(steps=2400, batch=2, depth=2, length=3, vocab=4096),
+GEMMA = SpeculationSizes(
+  EagleTraining(steps=2400, batch=2, depth=2, length=3, vocab=4096),
   positions=48_000,
   written=768,
   width=128,
@@ -95,8 +95,8 @@ GEMMA = Sizes(
   states=16_384,
   blocks=6,
 )
-QUICK = Sizes(
-  Settings(steps=2, batch=2, depth=2, length=2, vocab=23),
+QUICK = SpeculationSizes(
+  EagleTraining(steps=2, batch=2, depth=2, length=2, vocab=23),
   positions=80,
   written=2,
   width=8,
@@ -110,8 +110,8 @@ QUICK = Sizes(
   states=24,
   blocks=1,
 )
-RUN = Sizes(
-  Settings(steps=1500, batch=8, depth=2, length=3, vocab=1024),
+RUN = SpeculationSizes(
+  EagleTraining(steps=1500, batch=8, depth=2, length=3, vocab=1024),
   positions=100_000,
   written=256,
   width=64,
@@ -179,10 +179,10 @@ def of_run(quick: bool) -> Iterator[dict[str, Any]]:
   return bake_off(run_target(sizes, quick), sizes, quick)
 
 
-def bake_off(target: Target, sizes: Sizes, quick: bool) -> Iterator[dict[str, Any]]:
+def bake_off(target: Target, sizes: SpeculationSizes, quick: bool) -> Iterator[dict[str, Any]]:
   """Train a drafter, then time generation with each of its heads and without it."""
   start = time.perf_counter()
-  eagle, held_out = trained(target, sizes, quick)
+  eagle, held_out = trained_drafter(target, sizes, quick)
   own = next(iter(target.prompts))
   figures: dict[str, Any] = {
     "sizes": sizes._asdict() | {"settings": dataclasses.asdict(sizes.settings)},
@@ -193,7 +193,7 @@ def bake_off(target: Target, sizes: Sizes, quick: bool) -> Iterator[dict[str, An
   if quick:  # each head has programs of its own
     found = {name: found[name] for name in (FREQUENT, "routed")}
   prompt = target.prompts[own][0]
-  figures["parts"] = parts(target, found, sizes.settings.length)
+  figures["parts"] = round_seconds(target, found, sizes.settings.length)
   adaptive = timed(found[FREQUENT].drafter, target.model, target.variables, prompt)
   figures["rounds"] = {
     name: adaptive.times(sampling)._asdict() for name, sampling in SAMPLINGS.items()
@@ -216,7 +216,7 @@ def bake_off(target: Target, sizes: Sizes, quick: bool) -> Iterator[dict[str, An
         row["bound"] = figures["bandwidth"] / row["bytes_per_token"]
     figures.setdefault(domain, {})[name] = rows
     yield figures
-  measure.show(
+  measure.show_rows(
     f"drafts of {sizes.settings.length} tokens, batch 1, {sizes.tokens} new tokens, {device()}",
     ("", "tokens a pass", "tokens/s", "ratio (median)", "MB read a token", "tokens/s, bound"),
     [
@@ -244,7 +244,7 @@ def long(quick: bool) -> Iterator[dict[str, Any]]:
   sizes = QUICK if quick else GEMMA
   sizes = sizes._replace(foreign=1)
   target = random_target(sizes) if quick else gemma_target(sizes)
-  eagle, _ = trained(target, sizes, quick)
+  eagle, _ = trained_drafter(target, sizes, quick)
   tokens = 2 * sizes.tokens if quick else LONG
   adaptive = timed(eagle, target.model, target.variables, target.prompts[DOMAINS[0]][0])
   figures: dict[str, Any] = {"tokens": tokens}
@@ -257,10 +257,12 @@ def long(quick: bool) -> Iterator[dict[str, Any]]:
     lines.append([f"{domain}, {name}", passes, ratio])
     yield figures
   title = f"{tokens} new tokens off the domain, {ADAPTIVE}, {device()}"
-  measure.show(title, ("", "tokens a pass", "ratio"), lines)
+  measure.show_rows(title, ("", "tokens a pass", "ratio"), lines)
 
 
-def trained(target: Target, sizes: Sizes, quick: bool) -> tuple[Eagle, dict[str, Any]]:
+def trained_drafter(
+  target: Target, sizes: SpeculationSizes, quick: bool
+) -> tuple[Eagle, dict[str, Any]]:
   """The drafter, and its figures on held-out rows; an interrupted training goes on."""
   model, variables = target.model, target.variables
   with tempfile.TemporaryDirectory() as temporary:
@@ -294,7 +296,7 @@ WRITERS = 64
 
 
 def written_rows(
-  work: pathlib.Path, target: Target, rows: Int[np.ndarray, "N T"], sizes: Sizes
+  work: pathlib.Path, target: Target, rows: Int[np.ndarray, "N T"], sizes: SpeculationSizes
 ) -> Int[np.ndarray, "W T"]:
   """Beginnings of stories, and how the model goes on: what it will be asked to verify."""
   begin = rows[np.linspace(0, len(rows) - 1, sizes.written).astype(int), : sizes.prompt].tolist()
@@ -311,12 +313,12 @@ def written_rows(
   return np.concatenate(written)
 
 
-def candidates(target: Target, eagle: Eagle, sizes: Sizes) -> dict[str, Candidate]:
+def candidates(target: Target, eagle: Eagle, sizes: SpeculationSizes) -> dict[str, Candidate]:
   """The drafter with each head, and the model's early exit, by name."""
   model, variables = target.model, target.variables
   rows = model.apply(variables, method=_rows)
   vocab, dim = rows.shape
-  hidden = hidden_states(target, sizes)
+  hidden = training_hidden_states(target, sizes)
   second = hidden.T.astype(np.float64) @ hidden / len(hidden)
   # As far as there are fewer states than dimensions.
   second += 1e-3 * np.trace(second) / dim * np.eye(dim)
@@ -349,7 +351,7 @@ def candidates(target: Target, eagle: Eagle, sizes: Sizes) -> dict[str, Candidat
   }
 
 
-def hidden_states(target: Target, sizes: Sizes) -> Float[np.ndarray, "N D"]:
+def training_hidden_states(target: Target, sizes: SpeculationSizes) -> Float[np.ndarray, "N D"]:
   """Hidden states of the model on its training tokens, from all parts of them."""
   count = len(target.tokens) // sizes.width
   rows = target.tokens[: count * sizes.width].reshape(count, sizes.width)
@@ -463,7 +465,7 @@ TABLE = "sum of the head's rows"
 """It reads memory and does hardly anything else: the bandwidth is the bytes over the time."""
 
 
-def parts(target: Target, found: dict[str, Candidate], length: int) -> dict[str, float]:
+def round_seconds(target: Target, found: dict[str, Candidate], length: int) -> dict[str, float]:
   """Seconds of the parts of a greedy round."""
   prompt = jnp.array([next(iter(target.prompts.values()))[0]])
   longest, step = jnp.array([prompt.shape[1]]), jnp.zeros(1, jnp.int32)
@@ -500,7 +502,7 @@ def parts(target: Target, found: dict[str, Candidate], length: int) -> dict[str,
       programs[f"draft head, {name}"] = of_head(drafter.head, drafter.variables)
   seconds = {name: one.seconds for name, one in measure.compare(programs, rounds=3).items()}
   token = seconds["a token"] + seconds["its head"]
-  measure.show(
+  measure.show_rows(
     f"parts of a greedy round, batch 1, float32, {device()}",
     ("", "ms", "of a token"),
     [[name, f"{1e3 * each:.4g}", f"{each / token:.3g}"] for name, each in seconds.items()],
@@ -508,7 +510,7 @@ def parts(target: Target, found: dict[str, Candidate], length: int) -> dict[str,
   return seconds
 
 
-def gemma_target(sizes: Sizes) -> Target:
+def gemma_target(sizes: SpeculationSizes) -> Target:
   """Gemma 3 270M, the stories, and prompts of all domains."""
   model, variables, tokenizer = checkpoints.load(gemma.weights())
   stories = Stories()
@@ -523,12 +525,12 @@ def gemma_target(sizes: Sizes) -> Target:
   return Target(model, unstacked(variables), np.array(tokens, np.int32), prompts)
 
 
-def run_target(sizes: Sizes, quick: bool) -> Target:
+def run_target(sizes: SpeculationSizes, quick: bool) -> Target:
   """A decoder that is trained on docstrings and kept in the cache, and prompts of three domains."""
   fields = list(LONGER)
   if quick:
     fields = ["model.layers=2", "model.dim=16", "train.steps=2", "train.warmup=1"]
-  experiment = override(load(CONFIG), fields)
+  experiment = override(load_config(CONFIG), fields)
   with tempfile.TemporaryDirectory() as temporary:
     folder = pathlib.Path(temporary) if quick else gemma.CACHE / "speculation-run"
     fit(experiment, folder)
@@ -546,9 +548,9 @@ def run_target(sizes: Sizes, quick: bool) -> Target:
   return Target(model, unstacked(variables), tokens, prompts)
 
 
-def random_target(sizes: Sizes) -> Target:
+def random_target(sizes: SpeculationSizes) -> Target:
   """A small decoder and tokens, both random."""
-  model, one = decoder(QUICK_DECODER), jnp.zeros((1, 1), jnp.int32)
+  model, one = llama_decoder(QUICK_DECODER), jnp.zeros((1, 1), jnp.int32)
   init = jax.jit(functools.partial(model.init, method="loss_terms"))
   variables = init(jax.random.key(0), one, one)
   tokens = np.random.default_rng(0).integers(0, model.head.vocab, 97)

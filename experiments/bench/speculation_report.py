@@ -14,12 +14,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.bench.speculation import ADAPTIVE, FREQUENT, PLAIN, SAMPLINGS
-from experiments.studies import page
+from experiments.studies import study_page
 from vqjax.lab import exits
 from vqjax.lab.report.units import MISSING
 from vqjax.lm.pages import INK, SERIES, blank
 
-PAGE = page.DOCS / "generation.md"
+PAGE = study_page.DOCS / "generation.md"
 IMAGE = "speculation.png"
 
 Figures = Mapping[str, Any]
@@ -36,15 +36,15 @@ def update(path: pathlib.Path, figures: Figures, of_run: Figures, of_medusa: Fig
     of_medusa: those of `medusa`.
   """
   blocks = {
-    "speculation-speed": page.markdown(speed_table(figures), left=2),
-    "speculation-heads": page.markdown(heads_table(figures)),
+    "speculation-speed": study_page.markdown(speed_table(figures), left=2),
+    "speculation-heads": study_page.markdown(heads_table(figures)),
     "speculation-origin": origin(figures),
-    "speculation-run-speed": page.markdown(speed_table(of_run), left=2),
+    "speculation-run-speed": study_page.markdown(speed_table(of_run), left=2),
     "speculation-run-origin": origin(of_run),
-    "medusa": page.markdown(medusa_table(of_medusa), left=2),
+    "medusa": study_page.markdown(medusa_table(of_medusa), left=2),
     "medusa-origin": medusa_origin(of_medusa),
   }
-  return page.update(path, blocks)
+  return study_page.update_page(path, blocks)
 
 
 def domains_of(figures: Figures) -> list[str]:
@@ -168,13 +168,13 @@ def plot(figures: Figures) -> Figure:
 def main() -> int:
   """Rewrite the page's blocks and its figure."""
   names = "speculation", "speculation-run", "medusa"
-  found = [page.bench(page.DOCS, name) for name in names]
+  found = [study_page.bench(study_page.DOCS, name) for name in names]
   if None in found:
     raise FileNotFoundError(
       f"docs/results/bench.json must have a full run of {names[found.index(None)]}: run it"
     )
   update(PAGE, *found)
-  page.save_figures({IMAGE: plot(found[0])}, page.DOCS)
+  study_page.save_figures({IMAGE: plot(found[0])}, study_page.DOCS)
   return 0
 
 

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.bench import losses
 from experiments.plan.isolated import isolated
-from experiments.studies import page
+from experiments.studies import study_page
 from vqjax import (
   CertifiedHead,
   CodebookHead,
@@ -49,7 +49,7 @@ PARTS = 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class LossOnChip:
   """A loss on one chip."""
 
   program: str
@@ -58,7 +58,7 @@ class Cell:
   vocab: int
 
 
-class Job(NamedTuple):
+class CostedProgram(NamedTuple):
   """A program, the shapes and dtypes of its arguments, and what it cannot avoid.
 
   Attributes:
@@ -74,7 +74,7 @@ class Job(NamedTuple):
   bytes: float = 0
 
 
-def _weights(cell: Cell) -> tuple:
+def _weights(cell: LossOnChip) -> tuple:
   of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
   return (
     of((TOKENS, cell.dim), jnp.bfloat16),
@@ -83,14 +83,16 @@ def _weights(cell: Cell) -> tuple:
   )
 
 
-def _dense(loss: Callable, gradient: bool = True) -> Callable[[Cell], Job]:
+def _dense(loss: Callable, gradient: bool = True) -> Callable[[LossOnChip], CostedProgram]:
   function = losses.gradient(loss) if gradient else loss
   flops = lambda cell: (6 if gradient else 2) * TOKENS * cell.dim * cell.vocab
-  return lambda cell: Job(function, _weights(cell), flops(cell))
+  return lambda cell: CostedProgram(function, _weights(cell), flops(cell))
 
 
-def _head(make: Callable[[Cell], Any], rows: Callable[[Any], int]) -> Callable[[Cell], Job]:
-  def job(cell: Cell) -> Job:
+def _head(
+  make: Callable[[LossOnChip], Any], rows: Callable[[Any], int]
+) -> Callable[[LossOnChip], CostedProgram]:
+  def job(cell: LossOnChip) -> CostedProgram:
     head = make(cell)
     hidden = jax.ShapeDtypeStruct((TOKENS, cell.dim), jnp.bfloat16)
     # The key is traced: it would be computed on the chip that is not here.
@@ -102,12 +104,12 @@ def _head(make: Callable[[Cell], Any], rows: Callable[[Any], int]) -> Callable[[
       return -head.apply(given, hidden, tokens, method="log_prob").mean()
 
     arguments = variables["params"], hidden, tables, jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
-    return Job(losses.gradient(loss), arguments, 6 * TOKENS * cell.dim * rows(head))
+    return CostedProgram(losses.gradient(loss), arguments, 6 * TOKENS * cell.dim * rows(head))
 
   return job
 
 
-def _chunked_gradient(size: int) -> Callable[[Cell], Job]:
+def _chunked_gradient(size: int) -> Callable[[LossOnChip], CostedProgram]:
   """Token chunks whose gradient is formed in the forward pass, as Liger's."""
 
   def function(hidden, weight, tokens):
@@ -123,10 +125,10 @@ def _chunked_gradient(size: int) -> Callable[[Cell], Job]:
     d_hidden = (share * d_hidden.reshape(hidden.shape)).astype(hidden.dtype)
     return share * loss, (d_hidden, (share * d_weight).astype(weight.dtype))
 
-  return lambda cell: Job(function, _weights(cell), 6 * TOKENS * cell.dim * cell.vocab)
+  return lambda cell: CostedProgram(function, _weights(cell), 6 * TOKENS * cell.dim * cell.vocab)
 
 
-def _tokamax(cell: Cell) -> Job:
+def _tokamax(cell: LossOnChip) -> CostedProgram:
   """tokamax's XLA implementation, all logits in bfloat16, with the weight as [D, V]."""
   from absl import flags
   from tokamax._src.ops.linear_softmax_cross_entropy_loss import api
@@ -137,7 +139,7 @@ def _tokamax(cell: Cell) -> Job:
   hidden, weight, tokens = _weights(cell)
   transposed = jax.ShapeDtypeStruct(weight.shape[::-1], weight.dtype)
   flops = 6 * TOKENS * cell.dim * cell.vocab
-  return Job(losses.gradient(loss), (hidden, transposed, tokens), flops)
+  return CostedProgram(losses.gradient(loss), (hidden, transposed, tokens), flops)
 
 
 def _reduced(scratch: int) -> Callable:
@@ -146,7 +148,7 @@ def _reduced(scratch: int) -> Callable:
 
 
 OURS, REDUCED = "linear_log_prob", "linear_cross_entropy, mean, 512 MiB of scratch"
-PROGRAMS: Mapping[str, Callable[[Cell], Job]] = {
+PROGRAMS: Mapping[str, Callable[[LossOnChip], CostedProgram]] = {
   OURS: _dense(losses.tiled_loss()),
   "linear_log_prob, forward alone": _dense(losses.tiled_loss(), gradient=False),
   REDUCED: _dense(_reduced(2**29)),
@@ -169,10 +171,12 @@ PROGRAMS: Mapping[str, Callable[[Cell], Job]] = {
 PEERS = tuple(name for name in PROGRAMS if name.startswith("token chunks"))
 
 
-def _decoded(make: Callable, dtype: str, batch: int, certified: bool) -> Callable[[Cell], Job]:
+def _decoded(
+  make: Callable, dtype: str, batch: int, certified: bool
+) -> Callable[[LossOnChip], CostedProgram]:
   """The best token of each of `batch` vectors by a head over a weight of `dtype`."""
 
-  def job(cell: Cell) -> Job:
+  def job(cell: LossOnChip) -> CostedProgram:
     # Of 160 states of Gemma 3 270M, the 99th percentile of the rows in doubt is 17.
     budget = {"budget": 64} if certified else {}
     head = make(cell.vocab, cell.dim, param_dtype=dtype, **budget)
@@ -185,7 +189,7 @@ def _decoded(make: Callable, dtype: str, batch: int, certified: bool) -> Callabl
 
     size = cell.vocab * cell.dim
     read = size if certified else size * jnp.dtype(dtype).itemsize
-    return Job(greedy, (variables, hidden), 2 * batch * size, read)
+    return CostedProgram(greedy, (variables, hidden), 2 * batch * size, read)
 
   return job
 
@@ -200,14 +204,14 @@ HEADS = {
   "certified over float32": (CertifiedHead, "float32", True),
   "certified over bfloat16": (CertifiedHead, "bfloat16", True),
 }
-DECODING: Mapping[str, Callable[[Cell], Job]] = {
+DECODING: Mapping[str, Callable[[LossOnChip], CostedProgram]] = {
   f"{name}, {batch}": _decoded(make, dtype, batch, certified)
   for name, (make, dtype, certified) in HEADS.items()
   for batch in BATCHES
 }
 
 
-def estimated(cell: Cell) -> dict[str, Any]:
+def estimated(cell: LossOnChip) -> dict[str, Any]:
   """The row of a cell: time and memory by the compiler's account."""
   jax.config.update("jax_platforms", "cpu")
   device = compiling.tpu_devices(TOPOLOGIES[cell.chip])[0]
@@ -241,7 +245,7 @@ def estimated(cell: Cell) -> dict[str, Any]:
   }
 
 
-def read_rows(path: pathlib.Path) -> dict[Cell, dict[str, Any]]:
+def read_loss_rows(path: pathlib.Path) -> dict[LossOnChip, dict[str, Any]]:
   """The newest row of each cell.
 
   Raises:
@@ -249,11 +253,11 @@ def read_rows(path: pathlib.Path) -> dict[Cell, dict[str, Any]]:
   """
   if not path.exists():
     return {}
-  names, rows = [field.name for field in dataclasses.fields(Cell)], {}
+  names, rows = [field.name for field in dataclasses.fields(LossOnChip)], {}
   for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
     try:
       row = json.loads(line)
-      rows[Cell(**{name: row[name] for name in names})] = row
+      rows[LossOnChip(**{name: row[name] for name in names})] = row
     except (json.JSONDecodeError, KeyError) as error:
       raise ValueError(
         f"line {number} of {path} must be an estimate; got {error!r}. Restore or remove the line."
@@ -261,10 +265,10 @@ def read_rows(path: pathlib.Path) -> dict[Cell, dict[str, Any]]:
   return rows
 
 
-def fill(path: pathlib.Path, cells: Sequence[Cell]) -> None:
+def fill_losses(path: pathlib.Path, cells: Sequence[LossOnChip]) -> None:
   """Compile the cells without an estimate, each in a process of its own, and append their rows."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  rows = read_rows(path)
+  rows = read_loss_rows(path)
   missing = [cell for cell in cells if "seconds" not in rows.get(cell, {})]
   for at, cell in enumerate(missing, 1):
     try:
@@ -278,7 +282,7 @@ def fill(path: pathlib.Path, cells: Sequence[Cell]) -> None:
       file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
-def render(rows: Mapping[Cell, dict[str, Any]], path: pathlib.Path) -> None:
+def render_losses(rows: Mapping[LossOnChip, dict[str, Any]], path: pathlib.Path) -> None:
   """Rewrite the tables of the page."""
   sizes = sorted({(c.dim, c.vocab) for c in rows})
   times = [_line(dim, vocab, name, rows) for dim, vocab in sizes for name in PROGRAMS]
@@ -290,12 +294,12 @@ def render(rows: Mapping[Cell, dict[str, Any]], path: pathlib.Path) -> None:
     for part in row.get("parts", [])[:4]
   ]
   part_columns = ["chip", "program", "fusion (operation)", "result", "times", "ms", ""]
-  page.update(
+  study_page.update_page(
     path,
     {
-      "times": page.markdown(pd.DataFrame([x for x in times if x], columns=columns), left=3),
-      "decoding": page.markdown(_decoding(rows), left=4),
-      "parts": page.markdown(pd.DataFrame(parts, columns=part_columns), left=4),
+      "times": study_page.markdown(pd.DataFrame([x for x in times if x], columns=columns), left=3),
+      "decoding": study_page.markdown(_decoding(rows), left=4),
+      "parts": study_page.markdown(pd.DataFrame(parts, columns=part_columns), left=4),
     },
   )
 
@@ -307,8 +311,8 @@ def _decoding(rows) -> pd.DataFrame:
     for batch in BATCHES:
       for name in HEADS:
         cells = [
-          (rows.get(Cell(f"{name}, {batch}", chip, dim, vocab), {}),
-           rows.get(Cell(f"{DENSE_BFLOAT16}, {batch}", chip, dim, vocab), {}))
+          (rows.get(LossOnChip(f"{name}, {batch}", chip, dim, vocab), {}),
+           rows.get(LossOnChip(f"{DENSE_BFLOAT16}, {batch}", chip, dim, vocab), {}))
           for chip in TOPOLOGIES
         ]  # fmt: skip
         times = [
@@ -324,7 +328,7 @@ def _decoding(rows) -> pd.DataFrame:
 
 
 def _line(dim, vocab, name, rows) -> list[str] | None:
-  of_chip = {chip: rows.get(Cell(name, chip, dim, vocab)) for chip in TOPOLOGIES}
+  of_chip = {chip: rows.get(LossOnChip(name, chip, dim, vocab)) for chip in TOPOLOGIES}
   if not any(of_chip.values()):
     return None
   first = of_chip["v5e"] or {}
@@ -340,7 +344,7 @@ def _time(row, name, dim, vocab, rows) -> str:
   if "seconds" not in row:
     return "failed"
   text = f"{1e3 * row['seconds']:.1f} ({row['least_seconds'] / row['seconds']:.0%})"
-  peers = [rows.get(Cell(peer, row["chip"], dim, vocab), {}) for peer in PEERS]
+  peers = [rows.get(LossOnChip(peer, row["chip"], dim, vocab), {}) for peer in PEERS]
   best = min((peer["seconds"] for peer in peers if "seconds" in peer), default=None)
   return f"{text}, {row['seconds'] / best:.2f}×" if name in (OURS, REDUCED) and best else text
 
@@ -349,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Compile missing cells and render; return the exit code."""
   options = _parser().parse_args(arguments)
   cells = [
-    Cell(name, chip, dim, vocab)
+    LossOnChip(name, chip, dim, vocab)
     for chip in options.chips
     for dim in options.dims
     for vocab in options.vocabularies
@@ -357,8 +361,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   ]
   try:
     if not options.render:
-      fill(RESULTS, cells)
-    render(read_rows(RESULTS), TABLE)
+      fill_losses(RESULTS, cells)
+    render_losses(read_loss_rows(RESULTS), TABLE)
   except (ValueError, ImportError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

@@ -24,7 +24,7 @@ from vqjax.commands.console import configure_warnings
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment
 from vqjax.lab.plan import chips, compiling
-from vqjax.lab.plan.plan import plan
+from vqjax.lab.plan.step_plan import step_plan
 from vqjax.lm import records
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -77,30 +77,30 @@ def planned(cell: GridCell) -> dict[str, Any]:
   row = dataclasses.asdict(cell) | {"topology": TOPOLOGIES[cell.chips]}
   experiment, devices = cell.experiment(), compiling.tpu_devices(row["topology"])
   mesh = make_mesh(experiment.train.mesh, devices)
-  return row | {"plan": plan(experiment, mesh, chips.tpu(row["topology"]))}
+  return row | {"plan": step_plan(experiment, mesh, chips.tpu(row["topology"]))}
 
 
-def read_rows(path: pathlib.Path) -> dict[GridCell, dict[str, Any]]:
+def read_plan_rows(path: pathlib.Path) -> dict[GridCell, dict[str, Any]]:
   """The newest row of each cell.
 
   Raises:
     ValueError: a line is no row; the message names it.
   """
   fields = [field.name for field in dataclasses.fields(GridCell)]
-  kept = records.read_rows(path, GridCell, "Restore or remove the line.", seal=False)
+  kept = records.read_json_rows(path, GridCell, "Restore or remove the line.", seal=False)
   if kept.problem:
     raise kept.problem
   return {GridCell(**{name: row[name] for name in fields}): row for row in kept.rows}
 
 
-def fill(path: pathlib.Path, cells: Sequence[GridCell]) -> None:
+def fill_plans(path: pathlib.Path, cells: Sequence[GridCell]) -> None:
   """Plan the cells without a plan and append a row to the file for each.
 
   Each is compiled in a process of its own: what a compiler leaves behind does not add up, and one
   that it brings down is recorded as failed and tried again next time.
   """
   path.parent.mkdir(parents=True, exist_ok=True)
-  missing = [cell for cell in cells if "plan" not in read_rows(path).get(cell, {})]
+  missing = [cell for cell in cells if "plan" not in read_plan_rows(path).get(cell, {})]
   for at, cell in enumerate(missing, 1):
     print(f"{at}/{len(missing)} {cell}", file=sys.stderr, flush=True)
     row = _planned(cell)
@@ -119,7 +119,7 @@ def _planned(cell: GridCell) -> dict[str, Any]:
     return dataclasses.asdict(cell) | {"failed": reason}
 
 
-def render(rows: Mapping[GridCell, dict[str, Any]]) -> None:
+def render_plans(rows: Mapping[GridCell, dict[str, Any]]) -> None:
   """Rewrite the tables of the page, and a figure for each model that has a row."""
   order = {cell: rows.get(cell) for cell in grid()}
   scaling_report.update(order, TABLE)
@@ -135,8 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   configure_warnings()
   try:
     if not options.render:
-      fill(RESULTS, list(grid(options.models, options.vocabularies, options.chips)))
-    render(read_rows(RESULTS))
+      fill_plans(RESULTS, list(grid(options.models, options.vocabularies, options.chips)))
+    render_plans(read_plan_rows(RESULTS))
   except (ValueError, ImportError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

@@ -12,11 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
-from experiments.studies import page
+from experiments.studies import study_page
 from vqjax.lab import report
 from vqjax.lab.report import INK, SERIES, units
 
-Rows = Mapping[Any, Mapping[str, Any] | None]
+PlanRows = Mapping[Any, Mapping[str, Any] | None]
 """Cell of the grid -> its row, or None if it has not been planned."""
 
 _METRICS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
@@ -48,21 +48,21 @@ def _least(plan: Mapping[str, Any]) -> str:
   return f"{units.milliseconds(roofline['seconds'])} {roofline['limit'][0]}"
 
 
-def update(rows: Rows, path: pathlib.Path) -> None:
+def update(rows: PlanRows, path: pathlib.Path) -> None:
   """Rewrite the page's table of plans, and one for each model and quantity."""
   configs = dict.fromkeys(cell.config for cell in rows)
-  blocks = {"plans": page.markdown(_plans(rows))}
+  blocks = {"plans": study_page.markdown(_plans(rows))}
   for config in configs:
     some = {cell: row for cell, row in rows.items() if cell.config == config}
     if any(some.values()):
       blocks |= {
-        f"{config}-{name}": page.markdown(_table(some, value), left=2)
+        f"{config}-{name}": study_page.markdown(_table(some, value), left=2)
         for name, value in _METRICS.items()
       }
-  page.update(path, blocks)
+  study_page.update_page(path, blocks)
 
 
-def _plans(rows: Rows) -> pd.DataFrame:
+def _plans(rows: PlanRows) -> pd.DataFrame:
   """The number of plans, and what made them."""
   plans = [row["plan"] for row in rows.values() if row and "plan" in row]
   distinct = lambda values: ", ".join(sorted({str(value) for value in values}))
@@ -80,7 +80,7 @@ def _plans(rows: Rows) -> pd.DataFrame:
   return pd.DataFrame(made)
 
 
-def _table(rows: Rows, value: Callable[[Mapping[str, Any]], str]) -> pd.DataFrame:
+def _table(rows: PlanRows, value: Callable[[Mapping[str, Any]], str]) -> pd.DataFrame:
   """A quantity by vocabulary and head, with a column for each number of chips."""
   sizes = sorted({cell.chips for cell in rows})
   shown = []
@@ -112,7 +112,7 @@ _PANELS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float], Callable], 
 )
 
 
-def write_plot(rows: Rows, path: pathlib.Path) -> None:
+def write_plot(rows: PlanRows, path: pathlib.Path) -> None:
   """Draw memory, communication and time by number of chips, a column for each V."""
   vocabularies = sorted({cell.vocab for cell in rows})
   figure = Figure(figsize=(2.9 * len(vocabularies), 10), layout="constrained")
@@ -143,7 +143,7 @@ def _value_axis(axes: Axes, scale: str, most: float, text: Callable[[float], str
   axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: re.sub(r"\.0+(?= )", "", text(y))))
 
 
-def _draw(axes: Axes, rows: Rows, value: Callable[[Mapping[str, Any]], float]) -> None:
+def _draw(axes: Axes, rows: PlanRows, value: Callable[[Mapping[str, Any]], float]) -> None:
   markers = ("o", "s", "^")
   for head, color, marker in zip(dict.fromkeys(c.head for c in rows), SERIES, markers):
     some = {cell.chips: row for cell, row in rows.items() if cell.head == head}

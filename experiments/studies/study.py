@@ -15,15 +15,15 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from experiments.studies import page
-from experiments.studies.page import Results
+from experiments.studies import study_page
+from experiments.studies.study_page import Results
 from vqjax.commands.console import configure_warnings
-from vqjax.commands.runs import exit_code
+from vqjax.commands.run_folders import exit_code_of_run
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.exits import LESS_OF_A_STEP
 from vqjax.lab.training import NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
-from vqjax.lab.training.run import read_result
+from vqjax.lab.training.run_folder import read_result
 from vqjax.lm import records
 
 
@@ -36,7 +36,7 @@ class KeptResult:
 
 
 @dataclasses.dataclass
-class Kept:
+class ResultLine:
   """Schema of a line of a file of results."""
 
   name: str
@@ -45,7 +45,7 @@ class Kept:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class StudyJob:
   """One run or measurement of a study, whose result is kept.
 
   Attributes:
@@ -68,14 +68,14 @@ Beside = Callable[[Experiment, pathlib.Path], dict[str, Any]]
 """(experiment, run folder) -> further measurements, kept beside the result of a finished run."""
 
 
-def trained(
+def training_job(
   name: str,
   label: str,
   experiment: Experiment,
   folder: str | pathlib.Path,
   beside: Beside = lambda experiment, folder: {},
   needs: tuple[str, ...] = (),
-) -> Job:
+) -> StudyJob:
   """A job that trains an experiment in its run folder."""
   folder = pathlib.Path(folder)
 
@@ -89,16 +89,16 @@ def trained(
     measurements = beside(experiment, folder) if result["status"] == "finished" else {}
     return {"result": result, **measurements}
 
-  return Job(name, label, lambda: config_hash(experiment), make, needs)
+  return StudyJob(name, label, lambda: config_hash(experiment), make, needs)
 
 
 def derived(
   name: str,
   label: str,
-  source: Job,
+  source: StudyJob,
   settings: Mapping[str, Any],
   measure: Callable[[], dict[str, Any]],
-) -> Job:
+) -> StudyJob:
   """A job that measures something of another job's run.
 
   Args:
@@ -110,17 +110,17 @@ def derived(
   """
 
   def identity() -> str:
-    return identity_of([source.identity(), settings])
+    return values_identity([source.identity(), settings])
 
   def make() -> dict[str, Any]:
     measured = measure()
     origin = {"status": "finished", "config_hash": identity(), **provenance()}
     return {**measured, "result": origin | measured["result"], "settings": dict(settings)}
 
-  return Job(name, label, identity, make, (source.name,))
+  return StudyJob(name, label, identity, make, (source.name,))
 
 
-def identity_of(values: Any) -> str:
+def values_identity(values: Any) -> str:
   """A short hash of values that JSON has."""
   return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -146,7 +146,7 @@ class Study:
   name: str
   description: str
   scales: Sequence[str]
-  jobs: Callable[[str], list[Job]]
+  jobs: Callable[[str], list[StudyJob]]
   tables: Callable[[Results, str], Mapping[str, pd.DataFrame]]
   update: Callable[[Results], list[pathlib.Path]]
   options: Sequence[argparse.ArgumentParser] = ()
@@ -170,7 +170,7 @@ class Study:
     add("--render", action="store_true", help="run nothing; print the tables, update the page")
     options = parser.parse_args(arguments)
     configure_warnings()
-    return exit_code(lambda: self._act(options), out_of_memory=LESS_OF_A_STEP)
+    return exit_code_of_run(lambda: self._act(options), out_of_memory=LESS_OF_A_STEP)
 
   def path(self, scale: str) -> pathlib.Path:
     """The file that holds the results of a scale."""
@@ -188,7 +188,9 @@ class Study:
 
   def _rows(self, scale: str) -> list[dict[str, Any]]:
     # Without checksums: the files are in the repository, which has its own.
-    kept = records.read_rows(self.path(scale), Kept, "Restore or remove the line.", seal=False)
+    kept = records.read_json_rows(
+      self.path(scale), ResultLine, "Restore or remove the line.", seal=False
+    )
     if kept.problem:
       raise kept.problem
     return kept.rows
@@ -208,12 +210,12 @@ class Study:
       partial.write_text("".join(f"{line}\n" for line in lines))
       partial.replace(path)
 
-  def is_done(self, scale: str, job: Job) -> bool:
+  def is_done(self, scale: str, job: StudyJob) -> bool:
     """Whether a result of exactly this job is kept."""
     kept = self.read(scale).get(job.name)
     return kept is not None and kept["result"]["config_hash"] == job.identity()
 
-  def do(self, scale: str, job: Job) -> None:
+  def do(self, scale: str, job: StudyJob) -> None:
     """Make and keep a missing result, unless a job that it needs has no model."""
     if self.is_done(scale, job):
       return
@@ -249,12 +251,12 @@ class Study:
         self.do(options.scale, job)
     results = self.current(options.scale)
     for title, table in self.tables(results, options.scale).items():
-      page.show(console, title, table)
+      study_page.show_frame(console, title, table)
     if options.scale == "cpu":
       for path in self.update(results):
         console.print(f"wrote {path}", highlight=False)
 
-  def chosen(self, scale: str, only: str | None) -> list[Job]:
+  def chosen(self, scale: str, only: str | None) -> list[StudyJob]:
     """The jobs named by `only` (None for all), after those that they need.
 
     Args:
@@ -275,7 +277,7 @@ class Study:
       raise ValueError(
         f"`--only` must name jobs of the scale {scale}; got {', '.join(unknown)}. {hint}"
       )
-    chosen: dict[str, Job] = {}
+    chosen: dict[str, StudyJob] = {}
 
     def add(name: str) -> None:
       for needed in jobs[name].needs:

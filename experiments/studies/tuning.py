@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from experiments.studies.study import Job, identity_of
+from experiments.studies.study import StudyJob, values_identity
 from vqjax.lab.config import Experiment, Train, config_hash, override
 from vqjax.lab.training import SGD, NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
-from vqjax.lab.training.run import read_result
+from vqjax.lab.training.run_folder import read_result
 
 ROUNDS = 8, 4
 """Parts of the row's steps in the rounds; each round keeps a third of its candidates, and two."""
@@ -72,7 +72,7 @@ def shortened(experiment: Experiment, part: int) -> Experiment:
 
 def tuning(
   name: str, label: str, experiment: Experiment, space: SearchSpace, folder: str | pathlib.Path
-) -> Job:
+) -> StudyJob:
   """Job that chooses the fields of an experiment on its validation split.
 
   The result holds `chosen` (field -> value), `trials` (one for each run: its fields, steps and
@@ -111,9 +111,9 @@ def tuning(
 
   def identity() -> str:
     tried = {field: list(values) for field, values in space.values.items()}
-    return identity_of([config_hash(experiment), tried, ROUNDS])
+    return values_identity([config_hash(experiment), tried, ROUNDS])
 
-  return Job(name, label, identity, make)
+  return StudyJob(name, label, identity, make)
 
 
 def _trial(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
@@ -131,11 +131,11 @@ def _trial(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def tuned(
-  job: Callable[[Experiment], Job],
+  job: Callable[[Experiment], StudyJob],
   experiment: Experiment,
-  before: Job,
+  before: StudyJob,
   chosen: Callable[[], Mapping[str, float] | None],
-) -> Job:
+) -> StudyJob:
   """The job of a row whose fields are those that its tuning chose.
 
   Args:
@@ -146,7 +146,7 @@ def tuned(
   """
   plain = job(experiment)
 
-  def now() -> Job | None:
+  def now() -> StudyJob | None:
     fields = chosen()
     return None if fields is None else job(with_fields(experiment, fields))
 

@@ -15,16 +15,16 @@ from scipy.special import log_softmax
 
 from tests import jitted
 from tests.lm.checkpoints.families import V, small
-from vqjax import DenseHead, Int8Embedding, QuantizedEmbedding
+from vqjax import DenseHead, Int8Embedding, PackedEmbedding
 from vqjax.commands import compress, export, inspect, score, trim
 from vqjax.lm import checkpoints, jobs, records
 from vqjax.lm.checkpoints import RUNTIMES
 from vqjax.lm.checkpoints.runtime import StoredEmbedding
 from vqjax.lm.compression import folders, judging, search
 from vqjax.lm.generation import EarlyExit, Sampling, generate
-from vqjax.lm.texts import Windows, encode
+from vqjax.lm.texts import TextWindows, encode_text
 from vqjax.sharding import MeshShape, make_mesh
-from vqjax.tables import Moments, container, quantize
+from vqjax.tables import Moments, coded_table, container
 
 pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 
@@ -176,7 +176,7 @@ def test_a_folder_loads_in_the_form_of_its_report(form):
   name, out = form
   found = checkpoints.load(out)
   dense = checkpoints.load(out, runtime=RUNTIMES["unpacked"])
-  kinds = {"int8": Int8Embedding, "packed": QuantizedEmbedding, "rows": StoredEmbedding}
+  kinds = {"int8": Int8Embedding, "packed": PackedEmbedding, "rows": StoredEmbedding}
   assert isinstance(found.model.embedding, kinds[name])
   tables = judging.tables_of(dense.model, dense.variables)
   rounded = {own: RUNTIMES[name].rounded(table) for own, table in tables.items()}
@@ -237,7 +237,7 @@ def test_commands_read_each_form(form, texts, capsys):
 
 
 def test_work_for_one_form_or_other_moments_is_not_taken_for_another(folder, tmp_path):
-  job = folders.Job(folder, {"a": "b"}, tmp_path / "out", kl=0.01)
+  job = folders.CompressionJob(folder, {"a": "b"}, tmp_path / "out", kl=0.01)
   others = [dataclasses.replace(job, runtime=name).identity() for name in RUNTIMES]
   assert len(set(others)) == len(RUNTIMES)
   assert others[0] == job.identity()
@@ -364,7 +364,7 @@ def test_moments_of_a_file_and_one_step_give_the_integers_of_all_tables(
   variables = small("llama", vocab_size=V)[1]["params"]
   for name in ("embedding", "head"):
     weight = np.asarray(variables[name]["weight"])
-    expected = quantize(weight, moments[name], made["report"]["step"])
+    expected = coded_table(weight, moments[name], made["report"]["step"])
     found = container.read_table(tmp_path / "out", name)
     np.testing.assert_array_equal(found.levels(), expected.levels)
 
@@ -499,8 +499,8 @@ def test_few_steps_are_coded_until_a_size_near_the_least_is_refused_or_filled(
   made = of_numbers(521, 32, scale)
   coded = made.coded(made.limits[1], None)[2]
   least = sum(array.nbytes for array in coded["t"].values())
-  size, steps, quantized = int(part * least), [], made.quantized
-  monkeypatch.setattr(made, "quantized", lambda step: steps.append(step) or quantized(step))
+  size, steps, quantized = int(part * least), [], made.tables_at
+  monkeypatch.setattr(made, "tables_at", lambda step: steps.append(step) or quantized(step))
   if part < 1:
     with pytest.raises(ValueError, match=f"the least size of these tables is {least:,} bytes"):
       fitted(made, size)
@@ -538,7 +538,7 @@ def test_intervals_hold_the_mean_and_shrink_with_more_windows():
   def interval(count):
     kl = rng.exponential(size=(count, 8))
     found = dict.fromkeys(("kl", "agrees", "log_prob", "teacher_log_prob"), kl)
-    of = Windows(np.zeros((count, 10), np.int32), np.zeros(count, np.int64), ("a",))
+    of = TextWindows(np.zeros((count, 10), np.int32), np.zeros(count, np.int64), ("a",))
     made = judging.summary(found, of)
     low, high = made["kl_interval"]
     assert low < made["kl"] < high
@@ -556,7 +556,7 @@ def test_long_texts_are_encoded_in_whole_words():
       return [len(word) for word in text.split()]
 
   text = "abcdef ghi\n" * 20_000
-  assert encode(Words(), text) == ([], [6, 3] * 20_000)
+  assert encode_text(Words(), text) == ([], [6, 3] * 20_000)
 
 
 def test_a_compressed_file_is_not_compressed_trimmed_or_exported(
@@ -664,7 +664,7 @@ def test_half_a_model_of_an_interrupted_call_is_room(folder, tmp_path, monkeypat
   half.parent.mkdir(parents=True)
   half.write_bytes(bytes(1000))
   body = sum(p.params for p in checkpoints.inspect(folder).parts if p.name != "embedding")
-  job = folders.Job(folder, {}, tmp_path / "out", kl=1.0)
+  job = folders.CompressionJob(folder, {}, tmp_path / "out", kl=1.0)
   room(monkeypatch, 4 * body + jobs.OTHER_FILES - 1000)
   folders.check_paths(job)
   room(monkeypatch, 4 * body + jobs.OTHER_FILES - 1001)
@@ -691,7 +691,7 @@ def test_no_room_for_a_tensor_is_told_before_it_is_read(folder, tmp_path, capsys
   # Never above a byte a number, however large the bound.
   needed = others + V * 32 + jobs.OTHER_FILES
   room(monkeypatch, needed - 1)
-  monkeypatch.setattr(checkpoints.readers, "verify", None)
+  monkeypatch.setattr(checkpoints.readers, "verify_tensor", None)
   given = "--bytes", "1GB", "--out", str(tmp_path / "out"), "--table", name
   line = refused(capsys, compress.main([str(folder), *given, str(tmp_path / "moments")]))
   assert f"`--out` must be on a disk with {needed:,} bytes free; got {needed - 1:,}. Free" in line

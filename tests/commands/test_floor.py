@@ -11,9 +11,9 @@ import pytest
 from vqjax import CodebookHead, assign, convert
 from vqjax.commands import floor
 from vqjax.embeddings.codebook import CodebookEmbedding
-from vqjax.lab import conversion
-from vqjax.lab.config import load, override
-from vqjax.lab.training.run import load_text
+from vqjax.lab import starting_points
+from vqjax.lab.config import load_config, override
+from vqjax.lab.training.run_folder import load_text
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 MIN_COUNT = "tokenizer.min_count=20"
@@ -47,7 +47,7 @@ def measured(corpus, tmp_path, capsys):
 
 def test_the_floors_equal_entropies_within_codes(measured, corpus):
   floors, _ = measured("lm_codebook.py", 13)
-  experiment = override(load(CONFIGS / "lm_codebook.py"), [f"data.path={corpus}", MIN_COUNT])
+  experiment = override(load_config(CONFIGS / "lm_codebook.py"), [f"data.path={corpus}", MIN_COUNT])
   text = load_text(experiment)
   vocab = text.experiment.model.head.vocab
   assert (floors["vocab"], floors["codes"], floors["token_bias"]) == (vocab, 13, False)
@@ -89,12 +89,12 @@ def test_codes_for_all_tokens_have_a_floor_of_one(measured):
 
 
 def test_a_tied_head_has_the_codes_of_its_embedding(corpus):
-  untied = override(load(CONFIGS / "lm_codebook.py"), [f"data.path={corpus}", MIN_COUNT])
+  untied = override(load_config(CONFIGS / "lm_codebook.py"), [f"data.path={corpus}", MIN_COUNT])
   vocab, dim = untied.model.head.vocab, untied.model.head.dim
   embedding = CodebookEmbedding(vocab, dim, 13, assign.Random(5))
   head = CodebookHead(vocab, dim, 13, embedding=embedding)
   model = untied.model.clone(embedding=embedding, head=head)
-  floors = floor.measure(dataclasses.replace(untied, model=model))
+  floors = floor.measured_floors(dataclasses.replace(untied, model=model))
   tokens = load_text(untied).splits["test"].tokens
   counts = np.bincount(tokens, minlength=floors["vocab"])
   expected = assign.floor(assign.Random(5)(floors["vocab"], 13), counts).nats
@@ -102,10 +102,10 @@ def test_a_tied_head_has_the_codes_of_its_embedding(corpus):
 
 
 def test_the_assignment_of_init_from_has_its_floor(corpus):
-  plain = override(load(CONFIGS / "lm_codebook.py"), [f"data.path={corpus}", MIN_COUNT])
+  plain = override(load_config(CONFIGS / "lm_codebook.py"), [f"data.path={corpus}", MIN_COUNT])
   plain = override(plain, ["model.head.codes=13", "model.layers=1"])
-  floors = floor.measure(
-    dataclasses.replace(plain, init_from=conversion.Mapped(convert.FrequencyBins()))
+  floors = floor.measured_floors(
+    dataclasses.replace(plain, init_from=starting_points.Mapped(convert.FrequencyBins()))
   )
   counts = {
     name: np.bincount(split.tokens, minlength=floors["vocab"])
@@ -113,7 +113,9 @@ def test_the_assignment_of_init_from_has_its_floor(corpus):
   }
   expected = assign.floor(assign.equal_count(counts["train"], 13), counts["test"]).nats
   assert floors["splits"]["test"]["uniform"]["nats"] == pytest.approx(expected)
-  assert expected != pytest.approx(floor.measure(plain)["splits"]["test"]["uniform"]["nats"])
+  assert expected != pytest.approx(
+    floor.measured_floors(plain)["splits"]["test"]["uniform"]["nats"]
+  )
 
 
 @pytest.mark.parametrize(

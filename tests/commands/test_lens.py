@@ -14,7 +14,7 @@ from tests.commands.test_compress import model_folder
 from tests.lm.checkpoints.families import V
 from vqjax.commands import lens
 from vqjax.lm.lenses import Readings, fitting
-from vqjax.lm.lenses.page import Reading, write_page
+from vqjax.lm.lenses.reading_page import Reading, write_reading_page
 
 pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 
@@ -84,10 +84,10 @@ def test_what_is_not_a_number_is_null_and_shown(tmp_path):
   rows = reading.rows()
   json.dumps(rows, allow_nan=False)
   assert {row["kl"] for row in rows} == {None}
-  write_page(reading, tmp_path / "page.html", "nothing")
+  write_reading_page(reading, tmp_path / "page.html", "nothing")
   assert "nan" not in (tmp_path / "page.html").read_text("utf-8").partition("<svg")[0]
   out = io.StringIO()
-  lens.show(reading, Console(file=out, width=60))
+  lens.show_reading(reading, Console(file=out, width=60))
   assert {cell_len(line) for line in out.getvalue().splitlines()[:3]} == {6 + 3 * 12}
 
 

@@ -16,7 +16,7 @@ from tests.embeddings.quantized import QUANTIZERS, D, K, M, V, after_a_batch, ve
 from vqjax import DPQEmbedding, ProductEmbedding
 from vqjax.embeddings import compact_file
 from vqjax.embeddings.compact import CompactEmbedding
-from vqjax.ops import packing
+from vqjax.ops import bit_packing
 
 
 @pytest.mark.fast_cases(1)
@@ -72,7 +72,9 @@ def test_the_ratio_is_that_of_the_paper():
   """Table 4, small: 85.5 for K=8, M=25 shared, 51.1 for K=32; d + 1 for d."""
   for codes, printed in ((8, 85.5), (32, 51.1)):
     compact = CompactEmbedding(
-      data=np.zeros(packing.packed_bytes(10_000, 25, packing.bits_for(codes)), np.uint8),
+      data=np.zeros(
+        bit_packing.bit_packed_bytes(10_000, 25, bit_packing.bits_for(codes)), np.uint8
+      ),
       values=np.zeros((1, codes, 8), np.float32),
       vocab=10_000,
       dim=200,

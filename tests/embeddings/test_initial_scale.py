@@ -14,8 +14,8 @@ from vqjax.embeddings import (
   GuidedEmbedding,
   Int8Embedding,
   LowRankEmbedding,
+  PackedEmbedding,
   ProductEmbedding,
-  QuantizedEmbedding,
 )
 from vqjax.heads import (
   AdaptiveHead,
@@ -28,8 +28,8 @@ from vqjax.heads import (
   LearnedCodebookHead,
   LearnedProductHead,
   LowRankHead,
+  PackedHead,
   ProductHead,
-  QuantizedHead,
   ResidualCodebookHead,
   SampledSoftmaxHead,
   UnsharedGroupedHead,
@@ -49,7 +49,7 @@ EMBEDDINGS = {
   "sx": lambda: DPQEmbedding(V, D, SoftmaxQuantizer(31, 12)),
   "sx-additive": lambda: DPQEmbedding(V, D, SoftmaxQuantizer(31, 12, additive=True)),
   "vq": lambda: DPQEmbedding(V, D, CentroidQuantizer(31, 12, normalize=False)),
-  "quantized": lambda: QuantizedEmbedding(V, D, 3),
+  "quantized": lambda: PackedEmbedding(V, D, 3),
   "int8": lambda: Int8Embedding(V, D, 20),
   "guided": lambda: GuidedEmbedding(V, D, DenseEmbedding(V, D)),
 }
@@ -63,7 +63,7 @@ HEADS = {
   "learned-product": lambda: LearnedProductHead(V, D, 31, 12),
   "dpq": lambda: DPQHead(V, D, SoftmaxQuantizer(31, 12)),
   "low-rank": lambda: LowRankHead(V, D, 30),
-  "quantized": lambda: QuantizedHead(V, D, 3),
+  "quantized": lambda: PackedHead(V, D, 3),
 }
 """Heads whose `logits` are scores, linear in the hidden vectors."""
 FACTORED = {

@@ -151,7 +151,7 @@ class Lab:
 
 def outcome_of(run: pathlib.Path) -> dict[str, Any]:
   """Everything of a finished run that must be equal bit by bit."""
-  from vqjax.lab.training.run import read_metrics, read_result
+  from vqjax.lab.training.run_folder import read_metrics, read_result
 
   result = read_result(run)
   newest = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
@@ -258,7 +258,7 @@ def become(arguments, env, err, limits, devices) -> None:
     from vqjax.lab import exits
 
     jax.config.update("jax_num_cpu_devices", devices)
-    exits.run("vqjax.cli", arguments)
+    exits.run_module("vqjax.cli", arguments)
   except SystemExit as stop:
     code = stop.code or 0
   except BaseException:

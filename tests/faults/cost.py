@@ -20,7 +20,7 @@ import optax
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.embeddings.compact_file import open_compact
 from vqjax.lab.training import checkpoint, log
-from vqjax.lab.training.step import TrainState, checksum
+from vqjax.lab.training.step import TrainState, state_checksums
 from vqjax.lm import records
 
 REPEATS = 9
@@ -86,7 +86,7 @@ def save(folder: pathlib.Path) -> tuple:
 
   def write_without():
     with (
-      mock.patch.object(checkpoint, "checksum", return_value=zeros),
+      mock.patch.object(checkpoint, "state_checksums", return_value=zeros),
       mock.patch.object(records, "sealed", lambda value, previous="": value),
     ):
       write()
@@ -104,10 +104,13 @@ def restore(folder: pathlib.Path) -> tuple:
   kept.save(made.replace(step=jnp.int32(1)), {})
   kept.close()
   opened = checkpoint.Checkpoints(folder / "restored", keep=1)
-  checksum(made)
+  state_checksums(made)
 
   def read_without():
-    with mock.patch.object(checkpoint, "_check_sums"), mock.patch.object(checkpoint, "checksum"):
+    with (
+      mock.patch.object(checkpoint, "_check_sums"),
+      mock.patch.object(checkpoint, "state_checksums"),
+    ):
       opened.restore(made)
 
   opened.restore(made)

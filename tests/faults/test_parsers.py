@@ -15,7 +15,7 @@ from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.embeddings.compact_file import open_compact
 from vqjax.lab import config
 from vqjax.lab.data import BPETokenizer, SentencePieceTokenizer, WordTokenizer
-from vqjax.lab.training.run import Config, Result, Row
+from vqjax.lab.training.run_folder import Config, MetricsRow, Result
 from vqjax.lm import records
 
 EXAMPLES = int(os.environ.get("VQJAX_EXAMPLES", "1"))
@@ -46,12 +46,12 @@ def result(parse, *arguments, error=ValueError, **options):
   return None, message
 
 
-@pytest.mark.parametrize("schema", [Config, Result, Row])
+@pytest.mark.parametrize("schema", [Config, Result, MetricsRow])
 @many
 @given(st.binary() | json_values.map(lambda value: json.dumps(value).encode()))
 def test_records(schema, content):
   for seal in (True, False):
-    parse, error = records.parse, records.DamagedError
+    parse, error = records.parse_json, records.DamagedError
     value, message = result(parse, content, schema, "a file", "Restore it.", seal=seal, error=error)
     if message is None:
       assert isinstance(value, dict)
@@ -74,10 +74,10 @@ def test_what_is_sealed_is_read_back(value):
     return
   value.pop(records.CHECKSUM, None)
 
-  assert records.parse(text, Anything, "a file", "") == value
+  assert records.parse_json(text, Anything, "a file", "") == value
 
 
-EXPERIMENT = config.load(ROOT / "configs" / "lm_codebook.py")
+EXPERIMENT = config.load_config(ROOT / "configs" / "lm_codebook.py")
 PATHS = ["train.steps", "train.learning_rate", "model.dim", "model.head", "name", "seed", "train"]
 PATHS += ["model.head.codes", "model.head.dtype", "train.mesh", "train.trainable", "data.path", ""]
 
@@ -134,5 +134,5 @@ def test_states_of_tokenizers(tokenizer, state):
 @many
 @given(st.text() | st.lists(st.sampled_from([*judge.FORMAT.split(), "8/10", "E"])).map(" ".join))
 def test_answers_of_a_judge(answer):
-  grades, message = result(judge.parse, answer, error=judge.UnreadableGrades)
+  grades, message = result(judge.parse_grades, answer, error=judge.UnreadableGrades)
   assert message or all(0 <= grade <= 10 for grade in grades[:4])

@@ -14,7 +14,7 @@ from vqjax.ops.linear_decoding import linear_blocks
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.types import Dtype
-from vqjax.variables import Initializer, Variable, row_init, table
+from vqjax.variables import Initializer, Variable, integer_variable, row_init
 
 
 class TemperedHead(Head):
@@ -72,7 +72,7 @@ class QuotientRemainderHead(LinearHead):
     return {
       "quotient": Variable((-(-v // r), d), axes, self.row_init, self.param_dtype),
       "remainder": Variable((r, d), axes, self.row_init, self.param_dtype),
-      "token": table((v,), ("vocab",), lambda: jnp.arange(v), pad_value=0),
+      "token": integer_variable((v,), ("vocab",), lambda: jnp.arange(v), pad_value=0),
     }
 
   def _rows(self, arrays):

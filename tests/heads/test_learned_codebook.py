@@ -10,7 +10,7 @@ from tests.contract import HeadContract
 from tests.jitted import head_variables, results
 from vqjax import CodebookHead, LearnedCodebookHead
 from vqjax.convert import frozen
-from vqjax.heads.learned_codebook import spread
+from vqjax.heads.learned_codebook import spread_candidates
 
 
 class TestLearnedCodebookHead(HeadContract):
@@ -100,7 +100,7 @@ def test_the_choice_learns_the_better_code():
 
 
 def test_candidates_are_different_codes_and_begin_with_that_of_contiguous_blocks():
-  table = spread(101, 17, 5)
+  table = spread_candidates(101, 17, 5)
   assert all(len(set(row)) == 5 for row in table.tolist())
   np.testing.assert_array_equal(table[:, 0], np.arange(101) * 17 // 101)
 

@@ -17,7 +17,7 @@ from vqjax.lab.training import NotFiniteError
 
 @pytest.fixture
 def ended(tmp_path):
-  """Runs a program, `main(arguments)` of a module, by `exits.run`: -> code, lines of stderr."""
+  """Runs `main(arguments)` of a module, by `exits.run_module`: -> code, lines of stderr."""
 
   def end(body, signum=None):
     code = f"import sys, time\nprint('started', flush=True)\n{textwrap.dedent(body)}"

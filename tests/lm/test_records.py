@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_an_error_that_names_file_and_remedy(tmp_path, at):
 def test_another_shape_is_named(change, problem):
   text = json.dumps(GOOD | change).replace("Infinity", "1e999")
   with pytest.raises(records.DamagedError, match=f"here is damaged: {problem}"):
-    records.parse(text, Schema, "here", "Mend it.", seal=False)
+    records.parse_json(text, Schema, "here", "Mend it.", seal=False)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_what_is_not_json_is_named(tmp_path, content, problem):
 def test_messages_have_no_control_characters():
   text = json.dumps(GOOD | {"name": ["\x1b[31m\x07"]})
   with pytest.raises(records.DamagedError) as error:
-    records.parse(text, Schema, "here", "Mend it.", seal=False)
+    records.parse_json(text, Schema, "here", "Mend it.", seal=False)
   assert str(error.value).isprintable()
   assert records.printable("a\x1b[2J\x9b\u202eé\n") == "a\\x1b[2J\\x9b\\u202eé\n"
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from sklearn.cluster import KMeans as SklearnKMeans
 
 from tests import reference
-from vqjax.ops.kmeans import kmeans, nearest
+from vqjax.ops.kmeans import kmeans, nearest_centers
 from vqjax.sharding import MeshShape, make_mesh
 
 N, D, K = SIZE = 503, 7, 11
@@ -56,20 +56,20 @@ def test_each_point_is_with_its_nearest_center(count, dim, clusters, chunk):
 @pytest.mark.parametrize("chunk", [None, 1, 7, 1000])
 def test_nearest_is_that_of_float64_in_any_chunks(chunk):
   points, centers = blobs(211, 5, 3, spread=1.0), blobs(29, 5, 29, seed=1)
-  assignment, distance = nearest(points, centers, chunk=chunk)
+  assignment, distance = nearest_centers(points, centers, chunk=chunk)
   expected = squared_distances(points, centers)
   np.testing.assert_array_equal(assignment, expected.argmin(axis=1))
   np.testing.assert_allclose(distance, expected.min(axis=1), rtol=1e-5)
 
 
 def test_nearest_of_no_points_is_nothing():
-  assignment, distance = nearest(np.zeros((0, 3)), np.zeros((2, 3)))
+  assignment, distance = nearest_centers(np.zeros((0, 3)), np.zeros((2, 3)))
   assert assignment.shape == distance.shape == (0,)
 
 
 def test_of_equally_near_centers_the_lowest_is_taken():
   centers = np.float32([[5, 5], [1, 0], [0, 1], [1, 0]])
-  assignment, _ = nearest(np.float32([[0, 0], [2, 0]]), centers)
+  assignment, _ = nearest_centers(np.float32([[0, 0], [2, 0]]), centers)
   np.testing.assert_array_equal(assignment, [1, 1])
 
 
@@ -263,4 +263,4 @@ def test_bad_input_is_refused_with_a_remedy(change, message):
 @pytest.mark.slow
 def test_no_center_is_refused():
   with pytest.raises(ValueError, match="`clusters` must be at least 1; got 0"):
-    nearest(ones(3, 2), ones(0, 2))
+    nearest_centers(ones(3, 2), ones(0, 2))

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from tests.ops.exact import normals
-from vqjax.ops.rejection import Filtered, verify
+from vqjax.ops.rejection import FilteredDistribution, verify
 from vqjax.ops.sampling import row_blocks
 
 ROUNDS, V, K = 20_000, 11, 2
@@ -45,7 +45,9 @@ def blocks_of(scores):
 @functools.partial(jax.jit, static_argnames=("options", "rounds"))
 def rounds_of(logits, draft_logits, claimed, key, tokens, *, options, rounds):
   """Accepted tokens and the last one of rounds; `claimed` is what the rule believes to be q."""
-  target = Filtered.of(blocks_of(jnp.broadcast_to(logits, (rounds, K + 1, V))), **dict(options))
+  target = FilteredDistribution.of(
+    blocks_of(jnp.broadcast_to(logits, (rounds, K + 1, V))), **dict(options)
+  )
   draft_key, key = jax.random.split(key)
   number = jax.random.categorical(draft_key, draft_logits, shape=(rounds, K))
   log_q = jnp.broadcast_to(jax.nn.log_softmax(claimed)[..., None], (K, claimed.shape[-1], rounds))

@@ -182,7 +182,7 @@ def test_the_search_for_the_best_sends_no_tile_of_scores_between_devices():
   best = lambda h, w, t: linear_softmax(h, w, t, top_k=5, vocab_axis="model").top_tokens
   with jax.set_mesh(mesh):
     compiled = jax.jit(best, out_shardings=shardings[0]).lower(*args).compile()
-  program = hlo.parse(compiled.as_text())
+  program = hlo.parse_hlo(compiled.as_text())
   sent = collectives.collectives(program, loops.runs(program), dict(mesh.shape))
   # A device's own scores are 64 x 256 numbers.
   assert max(x.bytes for x in sent) < 4 * 64 * 256
@@ -197,7 +197,7 @@ def test_the_gradient_of_the_best_stays_on_the_devices_of_its_tokens():
   loss = lambda h, w, t: linear_softmax(h, w, t, **options).top_log_probs.sum()
   with jax.set_mesh(mesh):
     gradient = jax.jit(jax.grad(loss, (0, 1)), out_shardings=tuple(shardings[:2]))
-    program = hlo.parse(gradient.lower(*args).compile().as_text())
+    program = hlo.parse_hlo(gradient.lower(*args).compile().as_text())
   sent = collectives.collectives(program, loops.runs(program), dict(mesh.shape))
   # Indices and cotangents of the best would be gathered at each tile by one scatter for all shards.
   assert {x.kind for x in sent} == {"all-reduce"}

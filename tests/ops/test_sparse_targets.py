@@ -416,7 +416,7 @@ def test_between_devices_travel_rows_and_sums_and_no_scores():
 
   with jax.set_mesh(mesh):
     gradient = jax.jit(jax.grad(loss, (0, 1)), out_shardings=tuple(places[:2]))
-    program = hlo.parse(gradient.lower(*arrays).compile().as_text())
+    program = hlo.parse_hlo(gradient.lower(*arrays).compile().as_text())
   sent = collectives.collectives(program, loops.runs(program), dict(mesh.shape))
   # A device reduces its 64 x 50 scores of tokens and a few sums; a tile would have 64 x 256.
   assert max(x.bytes for x in sent) <= 4 * 64 * (k + 4)

@@ -260,7 +260,7 @@ def test_statistics_far_from_zero_lose_no_digits():
   x = (50 + 0.02 * draw.normal(size=(N, D))).astype(np.float32)
   keys = np.float32(0.1 * draw.normal(size=(M, K, D // M)))
   respond = lambda query: quantize.euclidean_response(query, keys)
-  run = jax.jit(lambda query: quantize.moments_of(respond, query, None, M * K))
+  run = jax.jit(lambda query: quantize.response_moments(respond, query, None, M * K))
   mean, var = run(x.reshape(N, M, -1))
   exact = -((in_float64(x).reshape(N, M, 1, -1) - in_float64(keys)) ** 2).sum(-1)
   np.testing.assert_allclose(mean, exact.mean(axis=(0, 1)), rtol=1e-6)

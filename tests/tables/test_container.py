@@ -29,13 +29,13 @@ def of_trellis(index):
   return levels.reshape(-1, index.shape[2])[:rows, :columns].astype(np.int32)
 
 
-def table(index, step_class=None, classes=1):
+def table(index, row_group=None, classes=1):
   """A quantised table whose integers have these indices."""
   rows, columns = index.shape
   levels = of_trellis(index)
   return types.SimpleNamespace(
     levels=levels,
-    step_class=np.zeros(rows, np.uint8) if step_class is None else step_class.astype(np.uint8),
+    row_group=np.zeros(rows, np.uint8) if row_group is None else row_group.astype(np.uint8),
     steps=0.5 ** np.arange(classes, dtype=np.float32),
     inverse=RNG.normal(size=(columns, columns)).astype(np.float16),
     mean=RNG.normal(size=columns).astype(np.float32),
@@ -45,9 +45,9 @@ def table(index, step_class=None, classes=1):
 
 def laplace(rows, columns, scale, classes=1):
   """Integers whose columns and classes have other widths."""
-  step_class = RNG.integers(0, classes, rows)
-  width = scale * np.exp(-2 * np.arange(columns) / columns) * 0.7 ** step_class[:, None]
-  return table(np.rint(RNG.laplace(size=(rows, columns)) * width), step_class, classes)
+  row_group = RNG.integers(0, classes, rows)
+  width = scale * np.exp(-2 * np.arange(columns) / columns) * 0.7 ** row_group[:, None]
+  return table(np.rint(RNG.laplace(size=(rows, columns)) * width), row_group, classes)
 
 
 AWKWARD = {
@@ -70,10 +70,10 @@ AWKWARD = {
 @pytest.mark.parametrize("name", AWKWARD)
 def test_a_table_is_read_as_it_was_written(name):
   quantized = AWKWARD[name]()
-  found = container.CompressedTable(container.encode(quantized))
+  found = container.CompressedTable(container.encode_table(quantized))
   np.testing.assert_array_equal(found.levels(), quantized.levels)
-  np.testing.assert_array_equal(found.step_class, quantized.step_class)
-  step = quantized.steps[quantized.step_class].astype(np.float64)[:, None]
+  np.testing.assert_array_equal(found.row_group, quantized.row_group)
+  step = quantized.steps[quantized.row_group].astype(np.float64)[:, None]
   rows = (quantized.levels * step) @ quantized.inverse.astype(np.float64) + quantized.mean
   # Products of D float32 numbers, against those in float64.
   size = np.abs(quantized.levels * step) @ np.abs(quantized.inverse.astype(np.float64)) + 1
@@ -82,7 +82,7 @@ def test_a_table_is_read_as_it_was_written(name):
 
 def test_parts_of_a_table_are_those_of_the_whole():
   quantized = laplace(1031, 21, 4.0, classes=3)
-  found = container.CompressedTable(container.encode(quantized))
+  found = container.CompressedTable(container.encode_table(quantized))
   for first, last in ((0, 1), (255, 257), (256, 512), (700, 1031), (1030, 1031), (5, 5)):
     np.testing.assert_array_equal(found.levels(first, last), quantized.levels[first:last])
   with pytest.raises(IndexError, match="1031"):
@@ -90,7 +90,7 @@ def test_parts_of_a_table_are_those_of_the_whole():
 
 
 def test_rows_are_decoded_when_they_are_looked_up_whatever_is_kept(monkeypatch):
-  found = container.CompressedTable(container.encode(laplace(1031, 21, 4.0, classes=3)))
+  found = container.CompressedTable(container.encode_table(laplace(1031, 21, 4.0, classes=3)))
   # Two blocks of 256 rows.
   monkeypatch.setattr("vqjax.lm.checkpoints.runtime.KEPT", 2 * 4 * 256 * 21)
   embedding = StoredEmbedding(1031, 21, _Decoded(found))
@@ -108,9 +108,9 @@ def test_rows_are_decoded_when_they_are_looked_up_whatever_is_kept(monkeypatch):
 @pytest.mark.parametrize("scale", [1.5, 12.0])
 def test_the_size_is_within_two_hundredths_of_the_ideal(scale):
   quantized = laplace(40_009, 96, scale, classes=5)
-  stored = container.encode(quantized)
+  stored = container.encode_table(quantized)
   # The ideal bits are those of the integers, and those of the classes.
-  share = np.bincount(quantized.step_class) / len(quantized.levels)
+  share = np.bincount(quantized.row_group) / len(quantized.levels)
   bits = ideal_bits(quantized).sum() - len(quantized.levels) * (share * np.log2(share)).sum()
   size = sum(array.nbytes for array in stored.values())
   own = size - stored["inverse"].nbytes - stored["mean"].nbytes
@@ -119,7 +119,7 @@ def test_the_size_is_within_two_hundredths_of_the_ideal(scale):
 
 
 def test_distributions_are_few_and_their_bytes_count():
-  stored = container.encode(laplace(4001, 64, 6.0, classes=4))
+  stored = container.encode_table(laplace(4001, 64, 6.0, classes=4))
   assert sum(array.nbytes for array in stored.values()) > stored["words"].nbytes
   tables = sum(stored[n].nbytes for n in ("frequencies", "distribution", "shift"))
   assert tables < 0.05 * stored["words"].nbytes
@@ -128,7 +128,7 @@ def test_distributions_are_few_and_their_bytes_count():
 @pytest.mark.parametrize("part", ["words", "lengths", "header", "mean", "class_words", "sums"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
 def test_damage_is_named(part, damage):
-  stored = container.encode(laplace(600, 18, 4.0, classes=2))
+  stored = container.encode_table(laplace(600, 18, 4.0, classes=2))
   array = stored[part].copy()
   if damage == "flipped":
     array[len(array) // 2] ^= 4
@@ -141,7 +141,7 @@ def test_damage_is_named(part, damage):
 
 def test_every_flipped_word_is_noticed_where_it_lies():
   quantized = laplace(1000, 18, 4.0)
-  stored = container.encode(quantized)
+  stored = container.encode_table(quantized)
   stored["words"] = stored["words"].copy()
   stored["words"][-9] ^= 1
   found = container.CompressedTable(stored)
@@ -154,11 +154,11 @@ def test_integers_that_the_trellis_does_not_have_are_refused():
   quantized = laplace(300, 5, 4.0)
   quantized.levels[0, 0] = 1  # the first quantiser has even ones
   with pytest.raises(ValueError, match="`levels` must be those of the trellis; got 1"):
-    container.encode(quantized)
+    container.encode_table(quantized)
 
 
 def test_another_version_is_refused():
-  stored = container.encode(laplace(5, 3, 1.0))
+  stored = container.encode_table(laplace(5, 3, 1.0))
   sealed = json.loads(bytes(stored["header"]))
   sealed["header"]["version"] = 99
   text = json.dumps(sealed["header"], sort_keys=True)
@@ -180,7 +180,7 @@ def stored_folder(tmp_path_factory):
   import safetensors.numpy
 
   folder = tmp_path_factory.mktemp("stored")
-  tensors = container.encode(laplace(300, 3, 4.0))
+  tensors = container.encode_table(laplace(300, 3, 4.0))
   tensors = {f"w.vqjax.{name}": array for name, array in tensors.items()}
   safetensors.numpy.save_file(tensors, folder / "model.safetensors")
   (folder / "vqjax.json").write_text(manifest())
@@ -230,7 +230,7 @@ def test_the_reader_runs_without_the_library(tmp_path):
   import safetensors.numpy
 
   quantized = laplace(300, 12, 4.0)
-  tensors = {f"w.vqjax.{name}": array for name, array in container.encode(quantized).items()}
+  tensors = {f"w.vqjax.{name}": array for name, array in container.encode_table(quantized).items()}
   safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
   (tmp_path / "vqjax.json").write_text(manifest())
   (tmp_path / "reader.py").write_text(pathlib.Path(container.__file__).read_text())

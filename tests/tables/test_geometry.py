@@ -37,7 +37,7 @@ def test_equal_directions_count_whole():
 
 
 def test_neighbours_have_the_largest_cosines_without_the_mean_row(table):
-  tokens, cosines = geometry.nearest(table, [3, 40], 5)
+  tokens, cosines = geometry.nearest_rows(table, [3, 40], 5)
   rows = table.astype(np.float64) - table.astype(np.float64).mean(0)
   rows /= np.linalg.norm(rows, axis=1, keepdims=True)
   for row, token in enumerate((3, 40)):
@@ -73,9 +73,9 @@ def test_bad_input_is_named(table):
   with pytest.raises(ValueError, match="finite rows that differ"):
     geometry.spectrum(np.ones((9, 3)))
   with pytest.raises(ValueError, match=r"`tokens` must be tokens in \[0, vocab 50\)"):
-    geometry.nearest(table, [50], 3)
+    geometry.nearest_rows(table, [50], 3)
   with pytest.raises(ValueError, match=r"`k` must be in \[1, vocab - 1 = 49\]"):
-    geometry.nearest(table, [1], 50)
+    geometry.nearest_rows(table, [1], 50)
   with pytest.raises(ValueError, match="at least two tokens"):
     geometry.untrained(table, [7])
   with pytest.raises(ValueError, match=r"`table` must be rows \[V, D\]"):

@@ -36,7 +36,7 @@ def metric(dim=DIM):
 
 @functools.lru_cache
 def fitted(name):
-  return gguf_types.encode(name, rows(), metric())
+  return gguf_types.encode_blocks(name, rows(), metric())
 
 
 def dequantised(name, packed):
@@ -68,12 +68,12 @@ def llama_cpp_quantised(name, numbers):
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q8_0"])
 def test_rounded_bytes_are_those_of_the_package_gguf(name):
   expected = gguf.quantize(rows(), gguf.GGMLQuantizationType[name])
-  np.testing.assert_array_equal(gguf_types.encode(name, rows()), expected)
+  np.testing.assert_array_equal(gguf_types.encode_blocks(name, rows()), expected)
 
 
 @pytest.mark.parametrize("name", gguf_types.TYPES)
 def test_rounded_bytes_are_those_of_llama_cpp(name):
-  found, expected = gguf_types.encode(name, rows()), llama_cpp_quantised(name, rows())
+  found, expected = gguf_types.encode_blocks(name, rows()), llama_cpp_quantised(name, rows())
   # Sums of squares in another order decide otherwise between scales that are equally good, such as
   # those of the row of one value, which is 1/37 of all.
   assert (found == expected).mean() > {"Q6_K": 0.97, "IQ4_NL": 0.99}.get(name, 0.9999)
@@ -81,7 +81,7 @@ def test_rounded_bytes_are_those_of_llama_cpp(name):
 
 @pytest.mark.parametrize("name", gguf_types.TYPES)
 def test_blocks_have_the_size_and_the_accuracy_of_their_type(name):
-  packed = gguf_types.encode(name, rows())
+  packed = gguf_types.encode_blocks(name, rows())
   block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
   assert packed.shape == (ROWS, DIM // block * size)
   levels = gguf_types.TYPES[name].grid.levels
@@ -95,8 +95,8 @@ def test_blocks_have_the_size_and_the_accuracy_of_their_type(name):
 
 @pytest.mark.parametrize("name", gguf_types.TYPES)
 def test_fitted_values_have_less_error_and_not_more_in_any_row(name):
-  found, plain = error(name, fitted(name)), error(name, gguf_types.encode(name, rows()))
-  assert fitted(name).shape == gguf_types.encode(name, rows()).shape
+  found, plain = error(name, fitted(name)), error(name, gguf_types.encode_blocks(name, rows()))
+  assert fitted(name).shape == gguf_types.encode_blocks(name, rows()).shape
   # float32 sums of squares decide between rows that are nearly exact.
   assert (found <= plain * (1 + 1e-3) + 1e-9).all()
   assert found.sum() < 0.5 * plain.sum()
@@ -111,7 +111,7 @@ def test_single_changes_do_not_raise_the_error():
   small = rows()[:, :96]
   errors = []
   for passes in (0, 1, 2):
-    found = grids.fit(small, gguf_types.TYPES["Q4_0"].grid, metric(96), passes=passes)
+    found = grids.fit_grid(small, gguf_types.TYPES["Q4_0"].grid, metric(96), passes=passes)
     wrong = found.values() - small
     errors.append(np.einsum("rd,de,re->r", wrong, metric(96), wrong))
   assert (errors[1] <= errors[0] * (1 + 1e-4) + 1e-9).all()
@@ -121,7 +121,7 @@ def test_single_changes_do_not_raise_the_error():
 def test_no_single_level_could_be_better_after_many_changes():
   small = rows()[:5, :32]
   grid = gguf_types.TYPES["Q4_0"].grid
-  found = grids.fit(small, grid, metric(32), passes=20)
+  found = grids.fit_grid(small, grid, metric(32), passes=20)
   wrong = found.values().astype(np.float64) - small
   base = np.einsum("rd,de,re->r", wrong, metric(32), wrong)
   for column in range(32):
@@ -133,8 +133,8 @@ def test_no_single_level_could_be_better_after_many_changes():
 
 
 def test_whole_rows_share_a_scale_in_a_grid_of_one_group():
-  grid = grids.Grid(tuple(range(-127, 128)), 96, "float32", (0.97, 1.0), signed=False)
-  found = grids.fit(rows()[:, :96], grid, metric(96), passes=0)
+  grid = grids.LevelGrid(tuple(range(-127, 128)), 96, "float32", (0.97, 1.0), signed=False)
+  found = grids.fit_grid(rows()[:, :96], grid, metric(96), passes=0)
   assert found.scale.shape == (ROWS, 1)
   assert (found.scale >= 0).all()
   plain = np.abs(rows()[:, :96]).max(1, keepdims=True) / 127
@@ -146,19 +146,19 @@ def test_whole_rows_share_a_scale_in_a_grid_of_one_group():
 
 def test_impossible_arguments_are_refused():
   with pytest.raises(ValueError, match=r"`kind` must be one of Q4_0.*got 'Q3_K'"):
-    gguf_types.encode("Q3_K", rows())
+    gguf_types.encode_blocks("Q3_K", rows())
   with pytest.raises(
     ValueError, match=r"multiple of 256; got width 64. The types for this width: Q4"
   ):
-    gguf_types.encode("Q6_K", rows()[:, :64])
+    gguf_types.encode_blocks("Q6_K", rows()[:, :64])
   broken = rows().copy()
   broken[4, 9] = np.nan
   with pytest.raises(ValueError, match="`rows` must be finite; row 4"):
-    gguf_types.encode("Q8_0", broken)
+    gguf_types.encode_blocks("Q8_0", broken)
   with pytest.raises(ValueError, match=r"shape \[512, 512\].*got \[96, 96\]"):
-    gguf_types.encode("Q8_0", rows(), metric(96))
+    gguf_types.encode_blocks("Q8_0", rows(), metric(96))
   with pytest.raises(ValueError, match="positive definite"):
-    gguf_types.encode("Q8_0", rows(), -np.eye(DIM))
+    gguf_types.encode_blocks("Q8_0", rows(), -np.eye(DIM))
 
 
 @pytest.mark.slow
@@ -181,6 +181,6 @@ def test_a_trained_model_diverges_less_with_fitted_tables(real_data):
   for name in ("Q4_0", "IQ4_NL", "Q5_0"):
     kl = []
     for metric in (None, moments.metric()):
-      rows = dequantised(name, gguf_types.encode(name, table, metric)).astype(np.float32)
+      rows = dequantised(name, gguf_types.encode_blocks(name, table, metric)).astype(np.float32)
       kl.append((np.exp(before) * (before - log_probs(rows))).sum(-1).mean())
     assert 0 < kl[1] < 0.7 * kl[0]

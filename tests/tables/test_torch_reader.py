@@ -50,7 +50,7 @@ def saved(written, tmp_path):
 def test_vectors_are_those_of_the_reader_in_numpy(saved):
   path, small = saved
   tokens = np.random.default_rng(0).integers(0, V, (3, 5))
-  found = torch_reader.CompactEmbedding(path)(torch.tensor(tokens))
+  found = torch_reader.TorchCompactEmbedding(path)(torch.tensor(tokens))
   assert found.dtype == torch.float32
   expected = compact_file.open_compact(path)[tokens]
   # A mean may be added in another order.
@@ -61,7 +61,7 @@ def test_vectors_are_those_of_the_reader_in_numpy(saved):
 def test_scores_are_products_with_the_vectors_plus_the_bias(saved, batch):
   path, small = saved
   hidden = np.random.default_rng(0).normal(size=(*batch, D)).astype(np.float32)
-  found = torch_reader.CompactEmbedding(path).scores(torch.tensor(hidden))
+  found = torch_reader.TorchCompactEmbedding(path).scores(torch.tensor(hidden))
   expected = hidden.astype(np.float64) @ np.asarray(small.table(), np.float64).T
   expected = expected if small.bias is None else expected + small.bias
   assert found.dtype == torch.float32
@@ -70,7 +70,7 @@ def test_scores_are_products_with_the_vectors_plus_the_bias(saved, batch):
 
 def test_a_model_in_bfloat16_has_scores(saved):
   path, _ = saved
-  exact, narrow = (torch_reader.CompactEmbedding(path) for _ in range(2))
+  exact, narrow = (torch_reader.TorchCompactEmbedding(path) for _ in range(2))
   hidden = torch.randn(3, D, generator=torch.Generator().manual_seed(0))
   found = narrow.to(torch.bfloat16).scores(hidden.to(torch.bfloat16))
   # Eight bits of D products of order one.
@@ -83,7 +83,7 @@ def test_scalar_codes_are_read_at_their_bits(bits, tmp_path):
   rows = np.random.default_rng(0).normal(size=(V, 7))
   small = embedding.compact(convert.to_levels(embedding, rows))
   small.save(tmp_path / "small.safetensors")
-  found = torch_reader.CompactEmbedding(tmp_path / "small.safetensors")(torch.arange(V))
+  found = torch_reader.TorchCompactEmbedding(tmp_path / "small.safetensors")(torch.arange(V))
   np.testing.assert_array_equal(found, small.table())
 
 
@@ -91,7 +91,7 @@ def test_vectors_are_rounded_to_the_dtype_of_the_embedding(tmp_path):
   embedding = ProductEmbedding(V, D, 6, 4, dtype=jnp.bfloat16)
   small = embedding.compact(embedding.init(jax.random.key(0), jnp.arange(3)))
   small.save(tmp_path / "small.safetensors")
-  found = torch_reader.CompactEmbedding(tmp_path / "small.safetensors")(torch.arange(V))
+  found = torch_reader.TorchCompactEmbedding(tmp_path / "small.safetensors")(torch.arange(V))
   assert found.dtype == torch.bfloat16
   np.testing.assert_array_equal(found.float(), np.asarray(small.table(), np.float32))
 
@@ -104,8 +104,9 @@ def test_neither_the_module_nor_a_copy_of_its_file_imports_jax(copied, tmp_path)
   small.save(tmp_path / "small.safetensors")
   (tmp_path / "reader.py").write_text(pathlib.Path(torch_reader.__file__).read_text())
   script = (
-    f"import sys\nfrom {'reader' if copied else torch_reader.__name__} import CompactEmbedding\n"
-    f"import torch\nsmall = CompactEmbedding({str(tmp_path / 'small.safetensors')!r})\n"
+    "import sys\n"
+    f"from {'reader' if copied else torch_reader.__name__} import TorchCompactEmbedding\n"
+    f"import torch\nsmall = TorchCompactEmbedding({str(tmp_path / 'small.safetensors')!r})\n"
     f"print(*small.scores(small(torch.arange(5))).shape)\n"
     "assert not {'jax', 'flax'} & set(sys.modules)\n"
   )
@@ -118,11 +119,11 @@ def test_neither_the_module_nor_a_copy_of_its_file_imports_jax(copied, tmp_path)
 
 
 def test_printing_shows_the_sizes(saved):
-  assert f"{V}, {D}, codes=" in str(torch_reader.CompactEmbedding(saved[0]))
+  assert f"{V}, {D}, codes=" in str(torch_reader.TorchCompactEmbedding(saved[0]))
 
 
 def test_tokens_outside_and_hidden_states_of_another_width_are_refused(saved):
-  small = torch_reader.CompactEmbedding(saved[0])
+  small = torch_reader.TorchCompactEmbedding(saved[0])
   for token in (-1, V):
     with pytest.raises(IndexError, match=rf"`tokens` must be in \[0, {V}\)"):
       small(torch.tensor([0, token]))
@@ -145,7 +146,7 @@ def test_a_file_that_contradicts_itself_is_refused(saved, old, new, message):
   path.write_bytes(whole.replace(old, new))
   tiny.with_new_checksum(path)
   with pytest.raises(ValueError, match=message):
-    torch_reader.CompactEmbedding(path)
+    torch_reader.TorchCompactEmbedding(path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -4,8 +4,10 @@ An assignment is int32 [V], token -> code. `CodebookHead(assignment_init=...)` t
 function (vocab, codes) -> assignment: `contiguous`, `Random`, `FrequentAlone`.
 """
 
+from vqjax.assign.assignment_files import load_assignment, save_assignment
 from vqjax.assign.bisection import bisected
 from vqjax.assign.blocks import FrequentAlone, Random, contiguous, equal_count, equal_mass
+from vqjax.assign.checks import Assignment, Given, check_shape, checked_assignment
 from vqjax.assign.clusters import (
   Clustering,
   assigned_within,
@@ -14,10 +16,8 @@ from vqjax.assign.clusters import (
   frequent_alone,
 )
 from vqjax.assign.exchange import Exchanged, bigrams, exchange
-from vqjax.assign.files import load, save
 from vqjax.assign.groups import Grouping, grouping, memory_groups
 from vqjax.assign.lower_bound import Floor, Offender, floor
-from vqjax.assign.table import Assignment, Given, check_shape, checked
 
 __all__ = [
   "Assignment",
@@ -35,7 +35,7 @@ __all__ = [
   "bisected",
   "by_kmeans",
   "check_shape",
-  "checked",
+  "checked_assignment",
   "contiguous",
   "equal_count",
   "equal_mass",
@@ -43,7 +43,7 @@ __all__ = [
   "floor",
   "frequent_alone",
   "grouping",
-  "load",
+  "load_assignment",
   "memory_groups",
-  "save",
+  "save_assignment",
 ]

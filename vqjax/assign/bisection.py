@@ -6,8 +6,10 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from vqjax.assign.table import check_codes, checked_rows
+from vqjax.assign.checks import check_codes, checked_rows
 from vqjax.ops.groups import group_starts
+
+__all__ = ["bisected"]
 
 POWER_STEPS = 6
 """Steps of the power iteration that finds the widest direction of a part."""

@@ -8,7 +8,9 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
-from vqjax.assign.table import check_codes, checked_counts
+from vqjax.assign.checks import check_codes, checked_counts
+
+__all__ = ["FrequentAlone", "Random", "contiguous", "equal_count", "equal_mass"]
 
 
 def contiguous(vocab: int, codes: int) -> Int[np.ndarray, "V"]:

@@ -11,8 +11,10 @@ from jaxtyping import Float, Int, PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from vqjax.assign.blocks import by_frequency
-from vqjax.assign.table import checked_counts, checked_rows, checked_weights
+from vqjax.assign.checks import checked_counts, checked_rows, checked_weights
 from vqjax.ops.kmeans import kmeans
+
+__all__ = ["Clustering", "assigned_within", "balanced_kmeans", "by_kmeans", "frequent_alone"]
 
 CHUNK = 4096
 """Number of tokens whose distances to all codewords are in memory at a time."""

@@ -10,7 +10,9 @@ from jaxtyping import Int
 from numpy.typing import ArrayLike
 
 from vqjax.assign.blocks import by_frequency
-from vqjax.assign.table import check_codes, checked
+from vqjax.assign.checks import check_codes, checked_assignment
+
+__all__ = ["Exchanged", "bigrams", "exchange"]
 
 
 class Exchanged(NamedTuple):
@@ -95,7 +97,7 @@ def exchange(
     table = np.full(vocab, codes - 1)
     table[by_frequency(following.sum(axis=0))[: codes - 1]] = np.arange(codes - 1)
   else:
-    table = checked(start, vocab, codes).copy()
+    table = checked_assignment(start, vocab, codes).copy()
   clusters = _Clusters(following, table, codes, token_bias)
   order = by_frequency(clusters.predicted_V).tolist()
   nats = [clusters.loss()]

@@ -9,7 +9,9 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
-from vqjax.assign.table import REMEDY, check_shape
+from vqjax.assign.checks import REMEDY, check_shape
+
+__all__ = ["Grouping", "grouping", "memory_groups"]
 
 
 class Grouping(NamedTuple):

@@ -10,7 +10,9 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
-from vqjax.assign.table import check_codes, checked, checked_counts
+from vqjax.assign.checks import check_codes, checked_assignment, checked_counts
+
+__all__ = ["Floor", "Offender", "floor"]
 
 WORST = 20
 """Number of tokens that a `Floor` lists."""
@@ -87,8 +89,8 @@ def floor(
   """
   counts = checked_counts(counts)
   if codes is None:
-    codes = int(np.max(checked(assignment, len(counts), 2**31))) + 1
-  table = checked(assignment, len(counts), codes)
+    codes = int(np.max(checked_assignment(assignment, len(counts), 2**31))) + 1
+  table = checked_assignment(assignment, len(counts), codes)
   check_codes(len(counts), codes)
   sizes = np.bincount(table, minlength=codes)
   if token_bias:

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Integer
 
+__all__ = []
+
 
 def code_dtype(codes: int) -> jnp.dtype:
   """The narrowest unsigned integers that hold `codes` codes."""

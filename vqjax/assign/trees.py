@@ -1,9 +1,9 @@
 """Binary trees over the vocabulary for a tree softmax.
 
-`HierarchicalHead(tree=...)` takes a function vocab -> `Tree`. Leaves are numbered from left to
-right, and an inner node has the number of the last leaf on its left: node k separates leaf k from
-leaf k + 1, and leaf j is left of an ancestor k if and only if j <= k. The inner nodes of a path
-therefore determine its turns, and between consecutive leaves there are consecutive nodes.
+`HierarchicalHead(tree=...)` takes a function vocab -> `BinaryTree`. Leaves are numbered from left
+to right, and an inner node has the number of the last leaf on its left: node k separates leaf k
+from leaf k + 1, and leaf j is left of an ancestor k if and only if j <= k. The inner nodes of a
+path therefore determine its turns, and between consecutive leaves there are consecutive nodes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
-from vqjax.assign.table import checked_counts
+from vqjax.assign.checks import checked_counts
+
+__all__ = ["BinaryTree", "Huffman"]
 
 NO_NODE = -1
 """Padding of a path that is shorter than the longest."""
 
 
-class Tree(NamedTuple):
+class BinaryTree(NamedTuple):
   """A full binary tree over the tokens.
 
   Attributes:
@@ -36,10 +38,10 @@ class Tree(NamedTuple):
   paths: Int[np.ndarray, "V L"]
 
 
-TreeInit = Callable[[int], Tree]
+TreeInit = Callable[[int], BinaryTree]
 
 
-def balanced(vocab: int) -> Tree:
+def balanced(vocab: int) -> BinaryTree:
   """The tree of least depth, ceil(log2 V), with tokens in order of their ids."""
   if vocab < 1:
     raise ValueError(f"`vocab` must be at least 1; got {vocab}. Give the number of tokens.")
@@ -61,7 +63,7 @@ class Huffman:
 
   counts: ArrayLike
 
-  def __call__(self, vocab: int) -> Tree:
+  def __call__(self, vocab: int) -> BinaryTree:
     """The tree; ValueError if the counts are not valid (see `checked_counts`)."""
     depth = _huffman_depths(checked_counts(self.counts, vocab))
     order = np.argsort(depth, kind="stable")
@@ -93,7 +95,7 @@ def _huffman_depths(counts: Int[np.ndarray, "V"]) -> Int[np.ndarray, "V"]:
   return np.array(depth[:vocab])
 
 
-def _with_depths(tokens: Int[np.ndarray, "V"], depths: Int[np.ndarray, "V"]) -> Tree:
+def _with_depths(tokens: Int[np.ndarray, "V"], depths: Int[np.ndarray, "V"]) -> BinaryTree:
   """The tree whose leaves have these depths, from left to right."""
   vocab = len(tokens)
   # Paths first hold inner nodes in the order of a depth-first walk: the number of a node is known
@@ -113,4 +115,4 @@ def _with_depths(tokens: Int[np.ndarray, "V"], depths: Int[np.ndarray, "V"]) -> 
     if is_left:
       is_left[-1] = False
       number[open_nodes[-1]] = leaf
-  return Tree(tokens.astype(np.int32), np.where(paths < 0, NO_NODE, number[paths]))
+  return BinaryTree(tokens.astype(np.int32), np.where(paths < 0, NO_NODE, number[paths]))

@@ -10,12 +10,14 @@ import pathlib
 import sys
 
 from vqjax.commands.console import configure_warnings
-from vqjax.commands.runs import exit_code, print_result
+from vqjax.commands.run_folders import exit_code_of_run, print_result
 from vqjax.convert import KMeans
-from vqjax.lab.config import config_hash, load, override
-from vqjax.lab.conversion import CODEBOOK, FULL, HEAD, compress
+from vqjax.lab.config import config_hash, load_config, override
 from vqjax.lab.exits import LESS_OF_A_STEP
+from vqjax.lab.starting_points import CODEBOOK, FULL, HEAD, fine_tuned_codebook
 from vqjax.lab.training import fit
+
+__all__ = []
 
 SCOPES = {"full": FULL, "head": HEAD, "codebook": CODEBOOK}
 
@@ -24,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call, 128 + n for signal n."""
   options = _parser().parse_intermixed_args(arguments)
   configure_warnings()
-  return exit_code(
+  return exit_code_of_run(
     lambda: _compress(options),
     show_traceback=options.traceback,
     out_of_memory=LESS_OF_A_STEP,
@@ -32,8 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _compress(options: argparse.Namespace) -> None:
-  dense = override(load(options.config), options.overrides)
-  experiment = compress(
+  dense = override(load_config(options.config), options.overrides)
+  experiment = fine_tuned_codebook(
     dense,
     options.folder,
     codes=options.codes,

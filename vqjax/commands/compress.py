@@ -15,7 +15,7 @@ from vqjax.commands.models import DTYPES, load_model
 from vqjax.lab.exits import say
 from vqjax.lm.checkpoints import RUNTIMES
 from vqjax.lm.compression.folders import (
-  Job,
+  CompressionJob,
   TensorJob,
   check_paths,
   compress_model,
@@ -23,6 +23,8 @@ from vqjax.lm.compression.folders import (
 )
 from vqjax.lm.texts import check_different, data_path, read_texts
 from vqjax.tables.container import UNPACKED
+
+__all__ = ["main"]
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -84,7 +86,7 @@ def _compress(options: argparse.Namespace) -> None:
   given = {"--text": options.text, "--held-out": options.held_out}
   found = [data_path(str(p), kind=kind) for kind, paths in given.items() for p in paths]
   check_different([path.resolve() for path in found], "--text` and `--held-out")
-  job = Job(
+  job = CompressionJob(
     model=data_path(options.model, kind="model"),
     texts=read_texts(options.text),
     held_out=read_texts(options.held_out, "--held-out"),

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from vqjax.lab import exits, signals
 
+__all__ = ["configure_warnings"]
+
 
 def configure_warnings() -> None:
   """Show warnings of vqjax as one line and hide those of other libraries."""

@@ -5,10 +5,12 @@ vqjax corpus configs/vq_logits/ptb.py
 
 import time
 
-from vqjax.commands.runs import config_parser, with_config
+from vqjax.commands.run_folders import config_parser, with_config
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import Filtered, encode_split, fit_tokenizer
 from vqjax.lab.data.source import SPLITS
+
+__all__ = []
 
 EXAMPLES = """\
 examples:
@@ -23,10 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
   """Run the command; return its exit code: 2 for a wrong call."""
   description = "Count a corpus: the documents that its filters drop, and its tokens."
   parser = config_parser("corpus", description, EXAMPLES)
-  return with_config(parser, arguments, lambda experiment, _: count(experiment))
+  return with_config(parser, arguments, lambda experiment, _: _print_counts(experiment))
 
 
-def count(experiment: Experiment) -> None:
+def _print_counts(experiment: Experiment) -> None:
   """Print the report of the filters, the vocabulary, and the size of each split."""
   source = experiment.data
   if experiment.tokenizer is None:

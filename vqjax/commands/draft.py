@@ -21,8 +21,10 @@ from vqjax.lab.exits import say
 from vqjax.lm.drafting import eagle_training, medusa_training
 from vqjax.lm.texts import data_path, read_texts
 
+__all__ = []
 
-class Kind(NamedTuple):
+
+class _Kind(NamedTuple):
   """A kind of drafter.
 
   Attributes:
@@ -121,11 +123,14 @@ OPTIONS = {
   "size": "draft tokens of the tree",
 }
 
-EAGLE = Kind(
-  eagle_training.DrafterJob, eagle_training.Settings, eagle_training.train_drafter, _show_eagle
+EAGLE = _Kind(
+  eagle_training.DrafterJob, eagle_training.EagleTraining, eagle_training.train_drafter, _show_eagle
 )
-MEDUSA = Kind(
-  medusa_training.Job, medusa_training.Settings, medusa_training.fit_medusa, _show_medusa
+MEDUSA = _Kind(
+  medusa_training.MedusaJob,
+  medusa_training.MedusaTraining,
+  medusa_training.fit_medusa,
+  _show_medusa,
 )
 
 

@@ -26,11 +26,13 @@ from vqjax.lm.texts import (
   data_path,
   encode_texts,
   read_texts,
-  windows,
+  text_windows,
 )
 from vqjax.tables import Moments
-from vqjax.tables.files import check_output
+from vqjax.tables.atomic_files import check_output
 from vqjax.tables.gguf_types import TYPES
+
+__all__ = []
 
 INTEGERS = {f"int{bits}": bits for bits in WIDTHS}
 """Formats of compressed-tensors' layout."""
@@ -111,7 +113,7 @@ def _moments(options: argparse.Namespace, path: pathlib.Path) -> Moments | None:
   model, variables, tokenizer = load_model(str(path))
   length = min(WINDOW, model.context)
   begin, encoded = encode_texts(texts, tokenizer, length, lambda own: own, "--text")
-  of = windows(encoded, begin, length)
+  of = text_windows(encoded, begin, length)
   with ProgressBars() as bars:
     return collect(
       model,

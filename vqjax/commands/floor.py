@@ -17,14 +17,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from vqjax import CodebookHead, assign
-from vqjax.commands.runs import config_parser, with_config
+from vqjax.commands.run_folders import config_parser, with_config
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.data import fingerprint, fit_tokenizer
-from vqjax.lab.data.cache import count_tokens
+from vqjax.lab.data.token_cache import count_tokens
 from vqjax.lab.training.program import keys
-from vqjax.lab.training.run import EncodedText, load_text
+from vqjax.lab.training.run_folder import EncodedText, load_text
 from vqjax.lab.training.step import init_state
 from vqjax.lm import records
+
+__all__ = []
 
 QUANTILES = {"least": 0, "10%": 0.1, "half": 0.5, "90%": 0.9, "most": 1}
 
@@ -38,7 +40,7 @@ with certainty; no model with these codes is below it. The best token bias is th
 the tokens in the split itself."""
 
 
-def measure(experiment: Experiment) -> dict[str, Any]:
+def measured_floors(experiment: Experiment) -> dict[str, Any]:
   """Return the floors of an experiment's assignment on its own text, as JSON.
 
   `splits` has for each split the number of tokens, and the floor in nats per token and as
@@ -104,8 +106,8 @@ def _assignment(text: EncodedText) -> np.ndarray:
   return codes["head" if head.embedding is None else "embedding"]["assignment"]
 
 
-def show(floors: dict[str, Any], console: Console) -> None:
-  """Print the result of `measure`."""
+def _show_floors(floors: dict[str, Any], console: Console) -> None:
+  """Print the result of `measured_floors`."""
   bias = "with" if floors["token_bias"] else "without"
   console.print(
     f"[bold]{escape(floors['name'])}[/], V = {floors['vocab']:,}, K = {floors['codes']:,}; its head"
@@ -149,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _floor(experiment: Experiment, options: argparse.Namespace) -> None:
-  floors = measure(experiment)
-  show(floors, Console())
+  floors = measured_floors(experiment)
+  _show_floors(floors, Console())
   if options.json:
     records.write(options.json, floors)

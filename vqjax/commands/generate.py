@@ -20,6 +20,8 @@ from vqjax.lm.drafting import Medusa, load_drafter
 from vqjax.lm.generation import Draft, Drafter, Sampling, generate, stream
 from vqjax.lm.texts import data_path
 
+__all__ = []
+
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call or a damaged model."""

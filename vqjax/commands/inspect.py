@@ -18,6 +18,8 @@ from vqjax.commands.console import configure_warnings, exit_code
 from vqjax.lab.exits import say
 from vqjax.lm.checkpoints import Inspection, inspect
 
+__all__ = []
+
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call or a damaged model."""
@@ -66,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
       totals = {name: getattr(found, name) for name in ("params", "bytes", "vocabulary_share")}
       print(json.dumps(dataclasses.asdict(found) | totals, indent=2))
     else:
-      show(found, Console())
+      _show_inspection(found, Console())
 
   return exit_code(work)
 
@@ -75,8 +77,8 @@ def _vocabulary(options: argparse.Namespace) -> None:
   # The package of scientific plots is slow to load, and inspecting parts does not need it.
   from vqjax.commands.models import load_model
   from vqjax.lm.checkpoints import RUNTIMES
+  from vqjax.lm.table_readings import sections, table_readings, write_table_page
   from vqjax.lm.texts import data_path, read_text
-  from vqjax.lm.vocabulary import sections, vocabulary_of, write_page
   from vqjax.tables.container import UNPACKED
 
   text = None
@@ -84,7 +86,7 @@ def _vocabulary(options: argparse.Namespace) -> None:
     text = read_text(data_path(str(options.text), kind="--text"))
   inspect(data_path(options.model, kind="model"))  # refuses a run folder, which has no tables here
   trained = load_model(options.model, runtime=RUNTIMES[UNPACKED])
-  found = vocabulary_of(trained, text=text, words=options.nearest, unused=options.unused)
+  found = table_readings(trained, text=text, words=options.nearest, unused=options.unused)
   if options.json:
     print(json.dumps(found, indent=2))
   else:
@@ -97,11 +99,11 @@ def _vocabulary(options: argparse.Namespace) -> None:
         table.add_row(*map(escape, row))
       console.print(table)
   if options.page is not None:
-    write_page(found, options.page, pathlib.Path(options.model).name)
+    write_table_page(found, options.page, pathlib.Path(options.model).name)
     say(f"page: {options.page}")
 
 
-def show(found: Inspection, console: Console) -> None:
+def _show_inspection(found: Inspection, console: Console) -> None:
   """Print an inspection as a table."""
   console.print(
     f"[bold]{escape(found.path)}[/]: {found.architecture}, {found.kind}\n"

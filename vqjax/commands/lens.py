@@ -20,19 +20,21 @@ from rich.text import Text
 from vqjax.commands.console import configure_warnings, exit_code
 from vqjax.commands.models import add_arguments, load_model
 from vqjax.lab.exits import say
-from vqjax.lm.generation.text import visible
+from vqjax.lm.generation.text_stream import visible
 from vqjax.lm.lenses import lens_readings, load_lens
-from vqjax.lm.lenses.fitting import Job, fit_lens
-from vqjax.lm.lenses.page import Reading, write_page
+from vqjax.lm.lenses.fitting import LensJob, fit_lens
+from vqjax.lm.lenses.reading_page import Reading, write_reading_page
 from vqjax.lm.lenses.tuned import blocks_read
 from vqjax.lm.texts import data_path, read_text
+
+__all__ = []
 
 CELL = 11
 """Characters of a cell of the terminal's table."""
 
 READING = ("lens", "k", "blocks", "page")
 FITTING = ("out", "positions", "steps", "batch", "window", "rate", "from_identity")
-"""What only reads a text, and what only fits a lens, a field of `Job` each."""
+"""What only reads a text, and what only fits a lens, a field of `LensJob` each."""
 
 SHADES = ("on #124b2d", "on #2f4a1c", "on #4d4415", "on #5a3313", "on #5c2120")
 """Grounds of cells from a small divergence to a large one."""
@@ -58,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _fit(options: argparse.Namespace) -> None:
   text = read_text(data_path(str(options.fit), kind="--fit"))
   given = {name: getattr(options, name) for name in FITTING if getattr(options, name) is not None}
-  job = Job(data_path(options.model, kind="model"), text, **given)
+  job = LensJob(data_path(options.model, kind="model"), text, **given)
   found = fit_lens(job, _loaded(options), say)
   if options.json:
     print(json.dumps(found, indent=2))
@@ -98,7 +100,7 @@ def _show(options: argparse.Namespace) -> None:
   if options.json:
     print(json.dumps(reading.rows(), indent=2, allow_nan=False))
   else:
-    show(reading, Console())
+    show_reading(reading, Console())
   if options.page is not None:
     title = f"{pathlib.Path(options.model).name}: {'tuned' if lens else 'logit'} lens"
     divergences = {}
@@ -107,11 +109,11 @@ def _show(options: argparse.Namespace) -> None:
       divergences["logit lens"] = plain.kl.mean(axis=(1, 2)).tolist()
     name = "tuned lens" if lens is not None else "logit lens"
     divergences[name] = found.kl.mean(axis=(1, 2)).tolist()
-    write_page(reading, options.page, title, divergences)
+    write_reading_page(reading, options.page, title, divergences)
     say(f"page: {options.page}")
 
 
-def show(reading: Reading, console: Console) -> None:
+def show_reading(reading: Reading, console: Console) -> None:
   """Print layers x positions, as many positions side by side as fit."""
   count = len(reading.texts)
   columns = max(1, (console.width - 7) // (CELL + 1))
@@ -171,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
   reading.add_argument("--page", type=pathlib.Path, metavar="FILE", help="write a page of HTML")
   fit = parser.add_argument_group("with --fit")
   fit.add_argument("--out", type=pathlib.Path, metavar="FILE", help="the lens to be written")
-  defaults = {field.name: field.default for field in dataclasses.fields(Job)}
+  defaults = {field.name: field.default for field in dataclasses.fields(LensJob)}
   for name, text in (
     ("positions", "positions of the text that are used"),
     ("steps", "steps of descent; 0: least squares alone"),

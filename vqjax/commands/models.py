@@ -11,6 +11,8 @@ from vqjax.lm import checkpoints
 from vqjax.lm.checkpoints import Loaded
 from vqjax.lm.texts import data_path
 
+__all__ = ["load_model"]
+
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 """Number formats in which pretrained models are loaded."""
 

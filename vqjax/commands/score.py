@@ -14,6 +14,8 @@ from vqjax.commands.models import add_arguments, load_model
 from vqjax.lm.generation import score
 from vqjax.lm.texts import data_path, read_text
 
+__all__ = []
+
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call or a damaged model."""

@@ -14,6 +14,8 @@ from rich.console import Console
 from vqjax.lab import exits, report
 from vqjax.lm import records
 
+__all__ = []
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Run the command; return its exit code: 2 for a wrong call."""
@@ -27,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   console.print(report.console_table(columns, runs, console.width))
   try:
     if options.html:
-      report.write_page(runs, options.html, title=options.title or options.folder.resolve().name)
+      report.write_run_page(
+        runs, options.html, title=options.title or options.folder.resolve().name
+      )
     if options.markdown:
       records.write_text(options.markdown, report.markdown_table(columns, runs))
     if options.png:

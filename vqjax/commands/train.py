@@ -7,10 +7,12 @@ import argparse
 import pathlib
 import sys
 
-from vqjax.commands.runs import config_parser, print_result, with_config
+from vqjax.commands.run_folders import config_parser, print_result, with_config
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.exits import LESS_OF_A_STEP
 from vqjax.lab.training import distributed, fit
+
+__all__ = []
 
 EXAMPLES = """\
 examples:
@@ -28,7 +30,7 @@ they find each other; elsewhere, start the same command on each machine:
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call, 128 + n for signal n."""
-  return with_config(_parser(), arguments, train, before=_join, out_of_memory=LESS_OF_A_STEP)
+  return with_config(_parser(), arguments, _train, before=_join, out_of_memory=LESS_OF_A_STEP)
 
 
 def _join(options: argparse.Namespace) -> None:
@@ -42,7 +44,7 @@ def _join(options: argparse.Namespace) -> None:
   )
 
 
-def train(experiment: Experiment, options: argparse.Namespace) -> None:
+def _train(experiment: Experiment, options: argparse.Namespace) -> None:
   """Train an experiment in its run folder and print the result."""
   folder = options.run or pathlib.Path("runs") / f"{experiment.name}-{config_hash(experiment)}"
   if distributed.is_main():

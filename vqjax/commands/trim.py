@@ -13,6 +13,8 @@ from vqjax.commands.models import DTYPES
 from vqjax.lm.compression.trimming import SCORED, Trimmed, trim
 from vqjax.lm.texts import data_path, read_text
 
+__all__ = []
+
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call or a damaged model."""
@@ -62,10 +64,10 @@ def _trim(options: argparse.Namespace) -> None:
     dtype=DTYPES[options.dtype],
     scored=options.scored,
   )
-  print(json.dumps(dataclasses.asdict(report), indent=2) if options.json else described(report))
+  print(json.dumps(dataclasses.asdict(report), indent=2) if options.json else _report_lines(report))
 
 
-def described(report: Trimmed) -> str:
+def _report_lines(report: Trimmed) -> str:
   """A report as lines of text."""
   lines = [
     f"tokens of the vocabulary  {report.vocab:,} -> {report.kept:,}, of which {report.required:,}"

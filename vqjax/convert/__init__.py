@@ -7,6 +7,16 @@ table.
 """
 
 from vqjax.convert.from_array import Clusters, Method, Product, Report, Scalar, compress
+from vqjax.convert.from_table import (
+  Guide,
+  LearnedCodes,
+  clustered,
+  reconstruct,
+  squared_error,
+  to_clusters,
+  to_int8,
+  to_levels,
+)
 from vqjax.convert.grouped import (
   ByClusters,
   ByFrequency,
@@ -27,16 +37,6 @@ from vqjax.convert.mappings import (
   TokenStats,
 )
 from vqjax.convert.routes import LikelyTokens, likely_tokens, train_routes
-from vqjax.convert.tables import (
-  Guide,
-  LearnedCodes,
-  clustered,
-  reconstruct,
-  squared_error,
-  to_clusters,
-  to_int8,
-  to_levels,
-)
 from vqjax.convert.targets import (
   ToCodebook,
   ToDense,
@@ -46,7 +46,7 @@ from vqjax.convert.targets import (
   ToProduct,
   ToResidual,
 )
-from vqjax.convert.variables import frozen, merged, part_of, to_head, with_part
+from vqjax.convert.trained_variables import frozen, merged, part_of, to_head, with_part
 
 __all__ = [
   "Balanced",

@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, Float, Int, PRNGKeyArray
 
-from vqjax.assign.table import checked_counts
-from vqjax.convert.tables import to_clusters
+from vqjax.assign.checks import checked_counts
+from vqjax.convert.from_table import to_clusters
 from vqjax.embeddings import CompactEmbedding, ProductEmbedding
-from vqjax.ops import packing
+from vqjax.ops import bit_packing
+
+__all__ = ["Clusters", "Method", "Product", "Report", "Scalar", "compress"]
 
 Method = Callable[..., CompactEmbedding]
 """(table, *, key, weights, second) -> the compact embedding; see `Product`."""
@@ -294,7 +296,7 @@ def _within(fraction: float, rows: np.ndarray, bias_bytes: int) -> Product:
   cost = {}
   for subspaces in (m for m in range(1, dim + 1) if dim % m == 0):
     for codes in {min(2**bits, vocab) for bits in range(1, MOST_BITS + 1)}:
-      packed = packing.packed_bytes(vocab, subspaces, packing.bits_for(codes))
+      packed = bit_packing.bit_packed_bytes(vocab, subspaces, bit_packing.bits_for(codes))
       cost[Product(codes, subspaces)] = packed + 4 * codes * dim + bias_bytes
   reached = [product for product, size in cost.items() if size <= budget]
   if not reached:

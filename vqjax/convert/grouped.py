@@ -23,6 +23,8 @@ from vqjax.convert.targets import check_kind
 from vqjax.heads import GroupedHead, Head, UnsharedGroupedHead
 from vqjax.ops.groups import check_order
 
+__all__ = ["ByClusters", "ByFrequency", "Ordering", "Shuffled", "ToGrouped", "in_order"]
+
 RIDGE = 0.1
 """Ridge penalty of the mean hidden vector, relative to the mean eigenvalue of the second moment."""
 
@@ -95,7 +97,7 @@ def in_order(key: Array, shape: tuple[int, ...], dtype: Any) -> Int[Array, "V"]:
   return jnp.arange(shape[0], dtype=dtype)
 
 
-def ordered(by: Ordering, stats: TokenStats, head: Head) -> Int[np.ndarray, "V"]:
+def token_order(by: Ordering, stats: TokenStats, head: Head) -> Int[np.ndarray, "V"]:
   """The token at each position of a grouped head, int32 [V].
 
   Raises:
@@ -176,11 +178,11 @@ class ToGrouped:
 
   def _order(self, stats: TokenStats, head: Head) -> Int[np.ndarray, "V"]:
     if self.by is not None:
-      return ordered(self.by, stats, head)
+      return token_order(self.by, stats, head)
     if head.order_init is None:
       return np.arange(head.vocab)
     given = head.order_init(jax.random.key(0), (head.vocab,), jnp.int32)
-    return ordered(lambda stats, sizes: given, stats, head)
+    return token_order(lambda stats, sizes: given, stats, head)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,18 @@ from numpy.typing import ArrayLike
 
 from vqjax import assign
 
+__all__ = [
+  "Balanced",
+  "Brown",
+  "ContextKMeans",
+  "ContextVectors",
+  "Fixed",
+  "FrequencyBins",
+  "KMeans",
+  "Mapping",
+  "TokenStats",
+]
+
 
 class TokenStats(NamedTuple):
   """Statistics and vectors of the tokens, from which layers are converted.
@@ -162,7 +174,7 @@ class Fixed:
     return assign.checked(self.assignment(vocab, codes), vocab, codes)
 
 
-def contexts(stats: TokenStats, width: int, seed: int) -> Float[np.ndarray, "V D"]:
+def _embedded_contexts(stats: TokenStats, width: int, seed: int) -> Float[np.ndarray, "V D"]:
   """Embeddings of the tokens from their neighbours in the text.
 
   The leading singular vectors, scaled by the square roots of the singular values, of the positive
@@ -219,7 +231,7 @@ class ContextVectors:
     Raises:
       ValueError: this holds for all tokens.
     """
-    rows = contexts(stats, width, self.seed)
+    rows = _embedded_contexts(stats, width, self.seed)
     squared = (rows**2).sum(axis=1, keepdims=True)
     if not squared.any():
       raise ValueError(
@@ -253,6 +265,6 @@ class ContextKMeans:
 
   def __call__(self, stats: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
     """Assignment, int32 [V]."""
-    stats = stats._replace(output=contexts(stats, self.width, self.seed))
+    stats = stats._replace(output=_embedded_contexts(stats, self.width, self.seed))
     kmeans = KMeans(power=self.power, alone=self.alone, seed=self.seed, iterations=self.iterations)
     return kmeans(stats, codes)

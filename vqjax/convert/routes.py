@@ -11,9 +11,11 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int, PRNGKeyArray
 
-from vqjax.convert.variables import Variables
+from vqjax.convert.trained_variables import Variables
 from vqjax.heads import DenseHead, RoutedHead
 from vqjax.ops import codes, routing
+
+__all__ = ["LikelyTokens", "likely_tokens", "train_routes"]
 
 AT_ONCE = 256
 """Hidden states that are scored at a time."""

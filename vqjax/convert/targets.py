@@ -14,10 +14,10 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
+from vqjax.assign.checks import checked_rows
 from vqjax.assign.multiple import code_dtype
-from vqjax.assign.table import checked_rows
+from vqjax.convert.from_table import product_codes
 from vqjax.convert.mappings import Mapping, TokenStats, as_mapping
-from vqjax.convert.tables import product_codes
 from vqjax.heads import (
   CodebookHead,
   DenseHead,
@@ -29,6 +29,16 @@ from vqjax.heads import (
   ResidualCodebookHead,
   UnigramBias,
 )
+
+__all__ = [
+  "ToCodebook",
+  "ToDense",
+  "ToLearnedCodebook",
+  "ToLearnedProduct",
+  "ToLowRank",
+  "ToProduct",
+  "ToResidual",
+]
 
 
 def check_kind(head: Head, kind: type[Head], target: Any) -> None:

@@ -9,8 +9,8 @@ from vqjax.embeddings.dpq import DPQEmbedding
 from vqjax.embeddings.guided import GuidedEmbedding
 from vqjax.embeddings.int8 import Int8Embedding
 from vqjax.embeddings.low_rank import LowRankEmbedding
+from vqjax.embeddings.packed import PackedEmbedding
 from vqjax.embeddings.product import ProductEmbedding
-from vqjax.embeddings.quantized import QuantizedEmbedding
 from vqjax.embeddings.scalar import ScalarEmbedding
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
   "GuidedEmbedding",
   "Int8Embedding",
   "LowRankEmbedding",
+  "PackedEmbedding",
   "ProductEmbedding",
-  "QuantizedEmbedding",
   "ScalarEmbedding",
 ]

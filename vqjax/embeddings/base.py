@@ -33,6 +33,8 @@ from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import check_arrays, in_vocabulary
 from vqjax.types import Size
 
+__all__ = ["Embedding"]
+
 # The arrays of a layer by name, as `Layer.parts` gives them.
 Arrays = dict[str, Any]
 

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from vqjax import assign
-from vqjax.assign.table import check_codes
+from vqjax.assign.checks import check_codes
 from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.ops import codes as code_ops
 from vqjax.ops import vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Initializer, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, integer_variable, row_init
+
+__all__ = ["CodebookEmbedding"]
 
 
 class CodebookEmbedding(Embedding):
@@ -50,7 +52,7 @@ class CodebookEmbedding(Embedding):
     make = lambda: assign.checked(self.assignment_init(v, k), v, k)
     return {
       "codebook": Variable(shape, axes, self.codebook_init, self.param_dtype, pad_value=0),
-      "assignment": table((v,), ("vocab",), make, pad_value=code_ops.NO_CODE),
+      "assignment": integer_variable((v,), ("vocab",), make, pad_value=code_ops.NO_CODE),
     }
 
   def check(self) -> None:

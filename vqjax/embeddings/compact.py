@@ -1,4 +1,4 @@
-"""The compact embedding for inference: packed codes and values."""
+"""The compact embedding for inference: bit-packed codes and values."""
 
 # What is kept of a layer, and how a vector is read from it:
 #
@@ -26,8 +26,10 @@ from jaxtyping import Array, Float, Integer
 from safetensors.numpy import save
 
 from vqjax.embeddings import compact_file
-from vqjax.ops import packing, product
+from vqjax.ops import bit_packing, product
 from vqjax.ops.vocabulary import in_vocabulary
+
+__all__ = ["CompactEmbedding"]
 
 
 @functools.partial(
@@ -44,7 +46,7 @@ class CompactEmbedding:
   bit.
 
   Attributes:
-    data: uint8 [bytes], the packed codes: V·M·ceil(log2 K)/8 bytes.
+    data: uint8 [bytes], the bit-packed codes: V·M·ceil(log2 K)/8 bytes.
     values: float32 [M or 1, K, C], the tables.
     vocab: number of tokens, V.
     dim: width of the vectors, D.
@@ -71,12 +73,12 @@ class CompactEmbedding:
   @property
   def bits(self) -> int:
     """Bits of a code."""
-    return packing.bits_for(self.codes)
+    return bit_packing.bits_for(self.codes)
 
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""
     known, token = in_vocabulary(jnp.asarray(tokens), self.vocab)
-    code = packing.unpacked_rows(jnp.asarray(self.data), token, self.subspaces, self.bits)
+    code = bit_packing.bit_unpacked_rows(jnp.asarray(self.data), token, self.subspaces, self.bits)
     vectors = product.compose(code.astype(jnp.int32), jnp.asarray(self.values), self.additive)
     return jnp.where(known[..., None], vectors.astype(self.dtype), jnp.nan)
 
@@ -119,7 +121,7 @@ class CompactEmbedding:
       # The checksum covers the header, which is therefore written twice, with the same length. Not
       # by `save_file`, whose files other users may not read.
       partial.write_bytes(save(tensors, metadata=self._metadata() | {"checksum": "0" * 8}))
-      value = compact_file.checksum(partial)
+      value = compact_file.compact_checksum(partial)
       partial.write_bytes(save(tensors, metadata=self._metadata() | {"checksum": value}))
       # At once, because the old file may be mapped.
       partial.replace(path)
@@ -150,7 +152,7 @@ class CompactEmbedding:
     table = compact_file.open_compact(path)
     shape = table.vocab, table.subspaces
     # K need not be a power of two: then `bits` bits can also spell codes without a value.
-    if not packing.is_below(table.data, shape, table.bits, table.codes):
+    if not bit_packing.is_below(table.data, shape, table.bits, table.codes):
       raise ValueError(
         f"the codes of {path} must be below K={table.codes}; some are not. Save the file again."
       )

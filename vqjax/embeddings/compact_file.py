@@ -25,6 +25,8 @@ import zlib
 
 import numpy as np
 
+__all__ = ["open_compact"]
+
 FORMAT = "vqjax-compact-embedding"
 VERSION = "2"
 
@@ -37,11 +39,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 CHUNK = 2**22
 
 
-class CompactTable:
+class _CompactFile:
   """The vectors of a compact embedding, read from the file on access.
 
   Attributes:
-    data: uint8, the packed codes, a memory map.
+    data: uint8, the bit-packed codes, a memory map.
     values: float32 [M or 1, K, C], a memory map.
     vocab: number of tokens, V.
     dim: width of the vectors, D.
@@ -134,7 +136,7 @@ def open_compact(path, verify=True):
   has_bias = meta.get("bias") == "true"
   if has_bias != ("bias" in header):
     raise ValueError(f"{path} must have a bias just where its header says so. Save it again.")
-  table = CompactTable(
+  table = _CompactFile(
     _array(path, header, "codes", np.uint8, start, size),
     _array(path, header, "values", np.float32, start, size),
     vocab=vocab,
@@ -146,7 +148,7 @@ def open_compact(path, verify=True):
     bias=_array(path, header, "bias", np.float32, start, size) if has_bias else None,
   )
   _check(path, table)
-  if verify and meta.get("checksum") != checksum(path):
+  if verify and meta.get("checksum") != compact_checksum(path):
     raise ValueError(
       f"{path} is damaged: it does not have the checksum that it was saved with. Copy it again, or"
       " save it again."
@@ -154,7 +156,7 @@ def open_compact(path, verify=True):
   return table
 
 
-def checksum(path):
+def compact_checksum(path):
   """The CRC-32 of a file's header, without the checksum itself, and of its tensors."""
   with open(path, "rb") as file:
     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

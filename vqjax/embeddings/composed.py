@@ -19,6 +19,8 @@ from vqjax.ops.vocab_parallel import Sharded
 from vqjax.types import Dtype, Size
 from vqjax.variables import Declaration, Variable
 
+__all__ = ["ComposedEmbedding"]
+
 
 class ComposedEmbedding(Embedding):
   """W2 tanh(W1 · inner(token) + b1) + b2.

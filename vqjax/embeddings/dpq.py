@@ -20,12 +20,14 @@ from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.embeddings.compact import CompactEmbedding
-from vqjax.ops import packing, vocab_parallel
+from vqjax.ops import bit_packing, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.quantizers import Quantizer
 from vqjax.types import Dtype, Size
 from vqjax.variables import Declaration, Initializer, Variable, by_collection, row_init
+
+__all__ = ["DPQEmbedding"]
 
 
 class DPQEmbedding(Embedding):
@@ -123,11 +125,11 @@ class DPQEmbedding(Embedding):
     return self.quantizer.values()
 
   def compact(self, variables: dict[str, Any]) -> CompactEmbedding:
-    """The form for inference: packed codes, and values."""
+    """The form for inference: bit-packed codes, and values."""
     values = np.asarray(self.apply(variables, method="values"), np.float32)
-    bits = packing.bits_for(self.quantizer.codes)
+    bits = bit_packing.bits_for(self.quantizer.codes)
     return CompactEmbedding(
-      data=packing.packed(_Codes(self, variables), bits),
+      data=bit_packing.bit_packed(_Codes(self, variables), bits),
       values=values,
       vocab=self.vocab,
       dim=self.dim,
@@ -141,7 +143,7 @@ class DPQEmbedding(Embedding):
     """The size of `compact`: float32 values, and codes at ceil(log2 K) bits."""
     q = self.quantizer
     values = math.prod(q.value_shape)
-    codes = packing.packed_bytes(self.vocab, q.subspaces, packing.bits_for(q.codes))
+    codes = bit_packing.bit_packed_bytes(self.vocab, q.subspaces, bit_packing.bits_for(q.codes))
     return Size(
       params=values,
       state_bytes=4 * values + codes,

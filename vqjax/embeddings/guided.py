@@ -18,6 +18,8 @@ from vqjax.ops.vocabulary import in_vocabulary, mean_over
 from vqjax.types import Size
 from vqjax.variables import Declaration, Variable
 
+__all__ = ["GuidedEmbedding"]
+
 
 class GuidedEmbedding(Embedding):
   """The student's vectors, trained towards the rows of a given table.

@@ -18,11 +18,13 @@ from vqjax.ops.row_factory import RowFactory
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable
 
+__all__ = ["Int8Embedding"]
+
 # Largest level; -128 is not used, so that a row and its negative are equally good.
 MOST = 127
 
 
-def random_levels(key: Array, shape: tuple[int, ...], dtype: Dtype = jnp.int8) -> Array:
+def _random_levels(key: Array, shape: tuple[int, ...], dtype: Dtype = jnp.int8) -> Array:
   """Default levels: uniform in [-127, 127]."""
   # Drawn as int32, whose end 128 int8 does not have.
   return jax.random.randint(key, shape, -MOST, MOST + 1, jnp.int32).astype(dtype)
@@ -43,7 +45,7 @@ class Int8Embedding(Embedding):
   """
 
   group: int = 32
-  levels_init: Initializer = random_levels
+  levels_init: Initializer = _random_levels
   dtype: Dtype | None = None
 
   def declare(self) -> Declaration:
@@ -86,7 +88,7 @@ def _scaled(per_row, shared):
   return (grouped_WGj * scale_WG[..., None]).reshape(level_WD.shape)
 
 
-def int8_rows(
+def int8_levels(
   rows_RD: Float[np.ndarray, "R D"], group: int
 ) -> tuple[Int8[np.ndarray, "R D"], Float[np.ndarray, "R G"]]:
   """The nearest levels of rows, and their scales, by which a group's largest is 127."""

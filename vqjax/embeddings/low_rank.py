@@ -10,6 +10,8 @@ from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
+__all__ = ["LowRankEmbedding"]
+
 
 class LowRankEmbedding(Embedding):
   """weight[token] · up: rank·(V + D) parameters instead of V·D.

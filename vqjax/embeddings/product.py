@@ -19,10 +19,12 @@ from jaxtyping import Array, Float, Int
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
 from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.embeddings.compact import CompactEmbedding
-from vqjax.ops import packing, product
+from vqjax.ops import bit_packing, product
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Dtype, Size
-from vqjax.variables import Declaration, Initializer, Variable, composed_init, table
+from vqjax.variables import Declaration, Initializer, Variable, composed_init, integer_variable
+
+__all__ = ["ProductEmbedding"]
 
 
 class ProductEmbedding(Embedding):
@@ -61,7 +63,7 @@ class ProductEmbedding(Embedding):
     init = self.values_init or composed_init(self.dim, m if self.additive else 1)
     return {
       "values": Variable(shape, axes, init, self.param_dtype),
-      "codes": table((v, m), ("vocab", "subspaces"), make, code_dtype(k), pad_value=0),
+      "codes": integer_variable((v, m), ("vocab", "subspaces"), make, code_dtype(k), pad_value=0),
     }
 
   def check(self) -> None:
@@ -99,9 +101,11 @@ class ProductEmbedding(Embedding):
     return as_row_factory(rows.astype(self.param_dtype))
 
   def compact(self, variables: dict) -> CompactEmbedding:
-    """The form for inference: packed codes, and the values."""
+    """The form for inference: bit-packed codes, and the values."""
     return CompactEmbedding(
-      data=packing.packed(np.asarray(variables["codes"]["codes"]), packing.bits_for(self.codes)),
+      data=bit_packing.bit_packed(
+        np.asarray(variables["codes"]["codes"]), bit_packing.bits_for(self.codes)
+      ),
       values=np.asarray(variables["params"]["values"], np.float32),
       vocab=self.vocab,
       dim=self.dim,
@@ -114,5 +118,7 @@ class ProductEmbedding(Embedding):
   def inference_size(self) -> Size:
     """The size of `compact`: float32 values, and codes at ceil(log2 K) bits."""
     size = self.size()
-    codes = packing.packed_bytes(self.vocab, self.subspaces, packing.bits_for(self.codes))
+    codes = bit_packing.bit_packed_bytes(
+      self.vocab, self.subspaces, bit_packing.bits_for(self.codes)
+    )
     return size._replace(state_bytes=4 * size.params + codes)

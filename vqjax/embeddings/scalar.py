@@ -16,10 +16,12 @@ from jaxtyping import Array, Float, Int, UInt
 from vqjax.assign.multiple import code_dtype
 from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.embeddings.compact import CompactEmbedding
-from vqjax.ops import packing
+from vqjax.ops import bit_packing
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Dtype, Size
-from vqjax.variables import Declaration, Variable, table
+from vqjax.variables import Declaration, Variable, integer_variable
+
+__all__ = ["ScalarEmbedding"]
 
 
 class ScalarEmbedding(Embedding):
@@ -44,7 +46,7 @@ class ScalarEmbedding(Embedding):
     return {
       "low": Variable((), (), nn.initializers.constant(-1.0)),
       "high": Variable((), (), nn.initializers.constant(1.0)),
-      "levels": table(shape, axes, lambda: np.zeros(shape, dtype), dtype, pad_value=0),
+      "levels": integer_variable(shape, axes, lambda: np.zeros(shape, dtype), dtype, pad_value=0),
     }
 
   def check(self) -> None:
@@ -78,7 +80,7 @@ class ScalarEmbedding(Embedding):
     levels = jnp.arange(2**self.bits, dtype=jnp.float32)
     values = self._dequantized(levels, variables["params"]["low"], variables["params"]["high"])
     return CompactEmbedding(
-      data=packing.packed(np.asarray(variables["codes"]["levels"]), self.bits),
+      data=bit_packing.bit_packed(np.asarray(variables["codes"]["levels"]), self.bits),
       values=np.asarray(values, np.float32)[None, :, None],
       vocab=self.vocab,
       dim=self.dim,
@@ -90,7 +92,7 @@ class ScalarEmbedding(Embedding):
 
   def inference_size(self) -> Size:
     """The size of `compact`: levels at `bits` bits each, and the 2^bits numbers."""
-    levels = packing.packed_bytes(self.vocab, self.dim, self.bits)
+    levels = bit_packing.bit_packed_bytes(self.vocab, self.dim, self.bits)
     return self.size()._replace(state_bytes=4 * 2**self.bits + levels)
 
 
@@ -114,8 +116,8 @@ def scalar_levels(
   step = (high - low) / (2**bits - 1)
   levels = np.zeros(np.shape(table), code_dtype(2**bits))
   # A block at a time: in float64, in which the steps of a bfloat16 table do not vanish.
-  for first in range(0, len(levels) if step else 0, packing.BLOCK):
-    block = slice(first, first + packing.BLOCK)
+  for first in range(0, len(levels) if step else 0, bit_packing.BLOCK):
+    block = slice(first, first + bit_packing.BLOCK)
     levels[block] = np.rint((np.asarray(table[block], np.float64) - low) / step)
   return levels, low, high
 

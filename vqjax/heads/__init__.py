@@ -14,8 +14,8 @@ from vqjax.heads.hierarchical import HierarchicalHead
 from vqjax.heads.learned_codebook import LearnedCodebookHead
 from vqjax.heads.low_rank import LowRankHead
 from vqjax.heads.mixture import MixtureHead
+from vqjax.heads.packed import PackedHead
 from vqjax.heads.product import LearnedProductHead, ProductHead
-from vqjax.heads.quantized import QuantizedHead
 from vqjax.heads.residual import ResidualCodebookHead
 from vqjax.heads.routed import RoutedHead
 from vqjax.heads.sampled import SampledSoftmaxHead
@@ -37,8 +37,8 @@ __all__ = [
   "LearnedProductHead",
   "LowRankHead",
   "MixtureHead",
+  "PackedHead",
   "ProductHead",
-  "QuantizedHead",
   "ResidualCodebookHead",
   "RoutedHead",
   "SampledSoftmaxHead",

@@ -31,6 +31,8 @@ from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
+__all__ = ["AdaptiveHead"]
+
 
 class Cluster(NamedTuple):
   """A cluster of rare tokens, [first, first + rows), and the width of its rows."""

@@ -49,6 +49,8 @@ from vqjax.ops.scores import check_temperature
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import check_arrays, check_mask, in_vocabulary, widened
 
+__all__ = ["Head"]
+
 # The arrays of a layer by name, as `Layer.parts` gives them.
 Arrays = dict[str, Any]
 
@@ -59,8 +61,9 @@ Terms = dict[str, Float[Array, ""]]
 class Head(Layer):
   """A distribution over the vocabulary for each hidden vector.
 
-  Log-probabilities are in nats and float32. A head is a Linen module without compact methods, so
-  its methods can be called through `apply(..., method="log_prob")` or from a model's own methods.
+  Log-probabilities are in nats and float32. A head is a Linen module without `nn.compact` methods,
+  so its methods can be called through `apply(..., method="log_prob")` or from a model's own
+  methods.
 
   Where the mesh in context has an axis `vocab_axis`, each device of the axis holds and scans its
   own rows of the vocabulary, and the results are the same.

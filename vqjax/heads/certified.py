@@ -32,6 +32,8 @@ from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.topk import TopK
 from vqjax.variables import Declaration, Variable
 
+__all__ = ["CertifiedHead"]
+
 COLLECTION = "codes"
 
 

@@ -24,7 +24,9 @@ from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Initializer, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, integer_variable, row_init
+
+__all__ = ["ClassBasedHead"]
 
 
 class ClassBasedHead(Head):
@@ -61,7 +63,7 @@ class ClassBasedHead(Head):
     return {
       "class_weight": Variable((c, d), axes[0], self.class_init, dtype, pad_value=0),
       "weight": Variable((v, d), axes[1], self.weight_init, dtype, pad_value=0),
-      "assignment": table((v,), ("vocab",), make, pad_value=code_ops.NO_CODE),
+      "assignment": integer_variable((v,), ("vocab",), make, pad_value=code_ops.NO_CODE),
     }
 
   def check(self) -> None:

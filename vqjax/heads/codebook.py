@@ -27,7 +27,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from vqjax import assign
-from vqjax.assign.table import check_codes
+from vqjax.assign.checks import check_codes
 from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.heads import regularizers
 from vqjax.heads.base import Arrays, Head
@@ -36,7 +36,9 @@ from vqjax.ops import sampling, softmax, topk, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import in_vocabulary, mean_over
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Initializer, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, integer_variable, row_init
+
+__all__ = ["CodebookHead"]
 
 
 class CodebookHead(Head):
@@ -105,7 +107,7 @@ class CodebookHead(Head):
       make = lambda: assign.checked(self.assignment_init(v, k), v, k)
       declared = {
         "codebook": Variable(shape, axes, self.codebook_init, self.param_dtype, pad_value=0),
-        "assignment": table((v,), ("vocab",), make, pad_value=code_ops.NO_CODE),
+        "assignment": integer_variable((v,), ("vocab",), make, pad_value=code_ops.NO_CODE),
       }
     if self.token_bias:
       # 0 and not -inf: padding rows have the code NO_CODE, which removes them.

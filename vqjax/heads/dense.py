@@ -25,6 +25,8 @@ from vqjax.ops.scores import OutputFunction, ScoreOptions
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
+__all__ = ["DenseHead"]
+
 
 class DenseRows(Head):
   """Base class of heads with D numbers for each token, their own or an embedding's.

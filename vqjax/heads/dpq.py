@@ -24,6 +24,8 @@ from vqjax.ops.row_factory import RowFactory
 from vqjax.quantizers import Quantizer
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
+__all__ = ["DPQHead"]
+
 
 class DPQHead(LinearHead):
   """softmax(hidden · rowᵀ + bias) with the rows of a `DPQEmbedding`.
@@ -91,7 +93,7 @@ class DPQHead(LinearHead):
     return parts, terms | of_rows
 
   def compact(self, variables: dict) -> CompactEmbedding:
-    """The packed codes and the values of the rows, and the bias."""
+    """The bit-packed codes and the values of the rows, and the bias."""
     own = {name: trees["table"] for name, trees in variables.items() if "table" in trees}
     bias = np.asarray(variables["params"]["bias"], np.float32) if self.use_bias else None
     return dataclasses.replace(self._rows_embedding().compact(own), bias=bias)

@@ -28,6 +28,8 @@ from vqjax.heads.base import Arrays, Head
 from vqjax.ops import group_search, sampling, topk, vocab_parallel
 from vqjax.ops.sampling import SamplingOptions
 
+__all__ = []
+
 
 class GroupDecodingHead(Head):
   """A head that decodes without scoring every group of its vocabulary.

@@ -20,6 +20,8 @@ from vqjax.ops import group_search, softmax
 from vqjax.ops import groups as group_ops
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
+__all__ = ["GroupedHead"]
+
 # Number of rows whose searches would score most groups anyway.
 _MANY_ROWS = 16
 

@@ -25,7 +25,9 @@ from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops import tree as tree_ops
 from vqjax.ops.sampling import SamplingOptions
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Initializer, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, integer_variable, row_init
+
+__all__ = ["HierarchicalHead"]
 
 
 class HierarchicalHead(Head):
@@ -40,7 +42,7 @@ class HierarchicalHead(Head):
   to the node between leaf k and leaf k + 1; the last row is unused.
 
   Attributes:
-    tree: vocab -> `trees.Tree`: `trees.balanced` or `trees.Huffman(counts)`.
+    tree: vocab -> `trees.BinaryTree`: `trees.balanced` or `trees.Huffman(counts)`.
     weight_init: initialiser of the [V, D] weight.
     dtype: dtype of the products' operands; None: the promoted dtype of hidden and weight.
     param_dtype: dtype of the parameters.
@@ -59,10 +61,10 @@ class HierarchicalHead(Head):
       "weight": Variable(
         (v, self.dim), weight_axes, self.weight_init, self.param_dtype, pad_value=0
       ),
-      "tokens": table((len(made.tokens),), ("vocab",), lambda: made.tokens, pad_value=0),
+      "tokens": integer_variable((len(made.tokens),), ("vocab",), lambda: made.tokens, pad_value=0),
       # The inverse of a permutation is its argsort.
-      "leaves": table((len(made.tokens),), ("vocab",), made.tokens.argsort, pad_value=0),
-      "paths": table(
+      "leaves": integer_variable((len(made.tokens),), ("vocab",), made.tokens.argsort, pad_value=0),
+      "paths": integer_variable(
         made.paths.shape, ("vocab", "levels"), lambda: made.paths, pad_value=trees.NO_NODE
       ),
     }
@@ -116,6 +118,6 @@ class HierarchicalHead(Head):
 
 
 @functools.lru_cache(maxsize=4)
-def _tree(init: trees.TreeInit, vocab: int) -> trees.Tree:
+def _tree(init: trees.TreeInit, vocab: int) -> trees.BinaryTree:
   # The shape of `paths` depends on the tree, and a declaration is read at each trace.
   return init(vocab)

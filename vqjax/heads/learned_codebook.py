@@ -24,16 +24,18 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from vqjax.assign.checks import check_codes
 from vqjax.assign.multiple import checked_codes, code_dtype
-from vqjax.assign.table import check_codes
 from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocab_parallel import Sharded
-from vqjax.variables import Declaration, Initializer, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, integer_variable, row_init
+
+__all__ = ["LearnedCodebookHead"]
 
 
-def spread(vocab: int, codes: int, candidates: int) -> Int[np.ndarray, "V C"]:
+def spread_candidates(vocab: int, codes: int, candidates: int) -> Int[np.ndarray, "V C"]:
   """Candidate codes of each token: floor(v·K / V), then others at equal distances."""
   first = np.arange(vocab, dtype=np.int64) * codes // vocab
   steps = np.arange(candidates, dtype=np.int64) * codes // candidates
@@ -72,7 +74,7 @@ class LearnedCodebookHead(LinearHead):
   anneal: int = 1000
   temperature: float = 1.0
   final_temperature: float = 0.1
-  candidates_init: Callable[[int, int, int], np.ndarray] = spread
+  candidates_init: Callable[[int, int, int], np.ndarray] = spread_candidates
   codebook_init: Initializer = row_init
   choice_init: Initializer = nn.initializers.zeros_init()
   bias_init: Initializer = nn.initializers.zeros_init()
@@ -89,7 +91,9 @@ class LearnedCodebookHead(LinearHead):
     make = lambda: checked_codes(np.asarray(self.candidates_init(v, k, c)), v, k, c)
     zero = lambda key, shape, dtype: jnp.zeros(shape, dtype)
     return declared | {
-      "candidates": table((v, c), ("vocab", "candidates"), make, code_dtype(k), pad_value=0),
+      "candidates": integer_variable(
+        (v, c), ("vocab", "candidates"), make, code_dtype(k), pad_value=0
+      ),
       "steps": Variable((), (), zero, jnp.int32, "schedule", random=False),
     }
 

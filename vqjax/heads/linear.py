@@ -28,6 +28,8 @@ from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.scores import OutputFunction, ScoreOptions, Softcap
 from vqjax.types import Dtype
 
+__all__ = ["LinearHead"]
+
 
 class LinearHead(Head):
   """softmax over the vocabulary of hidden · rowᵀ + bias, by the tiled softmax.

@@ -19,6 +19,8 @@ from vqjax.ops.scores import ScoreOptions
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
+__all__ = ["LowRankHead"]
+
 
 class LowRankHead(Head):
   """softmax(weight · (down · hidden) + bias).

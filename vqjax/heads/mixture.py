@@ -25,6 +25,8 @@ from vqjax.ops.scores import ScoreOptions
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
+__all__ = ["MixtureHead"]
+
 
 class MixtureHead(Head):
   """sum_m prior_m · softmax(weight · tanh(project_m · hidden + offset_m) + bias).

@@ -32,7 +32,9 @@ from vqjax.ops import product, sampling, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocabulary import mean_over
-from vqjax.variables import Declaration, Initializer, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, integer_variable, row_init
+
+__all__ = ["LearnedProductHead", "ProductHead"]
 
 
 def sub_vector_init(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
@@ -100,7 +102,7 @@ class ProductHead(_ProductTables):
     v, k, m = self.vocab, self.codes, self.subspaces
     make = lambda: checked_codes(np.asarray(self.codes_init(v, k, m)), v, k, m)
     return super().declare() | {
-      "codes": table((v, m), ("vocab", "subspaces"), make, code_dtype(k), pad_value=0)
+      "codes": integer_variable((v, m), ("vocab", "subspaces"), make, code_dtype(k), pad_value=0)
     }
 
   def _rows(self, arrays: Arrays) -> RowFactory:
@@ -163,7 +165,7 @@ class LearnedProductHead(_ProductTables):
     # Once for all tiles, which the forward and the backward pass compose anew.
     codes = product.nearest_codes(*map(lax.stop_gradient, (latent, tables)))
     codes = codes.astype(code_dtype(self.codes))
-    return RowFactory((latent, codes), tables, product.straight_through)
+    return RowFactory((latent, codes), tables, product.straight_through_rows)
 
   def _loss_terms(self, arrays, hidden, token, known):
     log_prob, terms = super()._loss_terms(arrays, hidden, token, known)

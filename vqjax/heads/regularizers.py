@@ -8,9 +8,11 @@ from jaxtyping import Array, Bool, Float
 
 from vqjax.heads.base import Head
 from vqjax.ops.codes import CodeSoftmax
-from vqjax.ops.sampled_softmax import Estimate
+from vqjax.ops.sampled_softmax import SampledEstimate
 from vqjax.ops.softmax import LinearSoftmax
 from vqjax.ops.vocabulary import mean_over
+
+__all__ = []
 
 
 def check(head: Head) -> None:
@@ -30,7 +32,7 @@ def check(head: Head) -> None:
 
 
 def terms(
-  head: Head, scores: LinearSoftmax | CodeSoftmax | Estimate, known: Bool[Array, "*B"]
+  head: Head, scores: LinearSoftmax | CodeSoftmax | SampledEstimate, known: Bool[Array, "*B"]
 ) -> dict[str, Float[Array, ""]]:
   """The terms with a coefficient above 0 by name, means over the known tokens."""
   named = {}

@@ -15,17 +15,19 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from vqjax import assign
+from vqjax.assign.checks import check_codes
 from vqjax.assign.multiple import code_dtype
-from vqjax.assign.table import check_codes
 from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
 from vqjax.ops import sampling, softmax
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.scores import ScoreOptions
-from vqjax.variables import Declaration, Initializer, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, integer_variable, row_init
+
+__all__ = ["ResidualCodebookHead"]
 
 
-def compose(own: tuple[Array, Array], shared: tuple[Array, Array]) -> Float[Array, "W D"]:
+def _compose_residual(own: tuple[Array, Array], shared: tuple[Array, Array]) -> Float[Array, "W D"]:
   """codebook[code] + low · up, from rows (code, low) and shared (codebook, up)."""
   code_W, low_WR = own
   codebook_KD, up_RD = shared
@@ -71,7 +73,9 @@ class ResidualCodebookHead(LinearHead):
     if self.token_bias:
       declared["token_bias"] = Variable((v,), ("vocab",), self.bias_init, dtype)
     make = lambda: assign.checked(self.assignment_init(v, k), v, k)
-    return declared | {"assignment": table((v,), ("vocab",), make, code_dtype(k), pad_value=0)}
+    return declared | {
+      "assignment": integer_variable((v,), ("vocab",), make, code_dtype(k), pad_value=0)
+    }
 
   def check(self) -> None:
     """Check the number of codes and the rank."""
@@ -85,7 +89,7 @@ class ResidualCodebookHead(LinearHead):
 
   def _rows(self, arrays: Arrays) -> RowFactory:
     per_row = arrays["assignment"], arrays["low"]
-    return RowFactory(per_row, (arrays["codebook"], arrays["up"]), compose)
+    return RowFactory(per_row, (arrays["codebook"], arrays["up"]), _compose_residual)
 
   def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """Blocks of tokens, from scores of all codes and R vectors computed once."""

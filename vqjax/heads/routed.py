@@ -36,6 +36,8 @@ from vqjax.ops.scores import ScoreOptions, check_softcap
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
+__all__ = ["RoutedHead"]
+
 
 class RoutedHead(DenseRows):
   """A dense head that scores centroids, then the rows of the best clusters.

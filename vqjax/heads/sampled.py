@@ -21,6 +21,8 @@ from vqjax.heads.dense import DenseHead
 from vqjax.ops import sampled_softmax
 from vqjax.ops.vocab_parallel import Replicated
 
+__all__ = ["SampledSoftmaxHead"]
+
 # vocab -> log-probabilities [V] with which tokens are drawn, up to a constant.
 Proposal = Callable[[int], Float[Array, "V"]]
 

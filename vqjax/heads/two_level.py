@@ -40,6 +40,8 @@ from vqjax.ops.vocabulary import check_arrays, in_vocabulary
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
+__all__ = ["TwoLevelHead"]
+
 
 class TwoLevelHead(GroupDecodingHead):
   """p(group of the token) · p(its slot in the group).

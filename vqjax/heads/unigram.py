@@ -20,10 +20,12 @@ from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
 from vqjax import assign
-from vqjax.assign.table import checked_counts
+from vqjax.assign.checks import checked_counts
+
+__all__ = ["UnigramBias", "UnigramProposal"]
 
 
-def smoothed(counts: ArrayLike, vocab: int, smoothing: float) -> Float[np.ndarray, "{vocab}"]:
+def _smoothed(counts: ArrayLike, vocab: int, smoothing: float) -> Float[np.ndarray, "{vocab}"]:
   """Each token's count + smoothing, float64 [V].
 
   Raises:
@@ -63,7 +65,7 @@ class UnigramBias:
     """
     del key
     (vocab,) = shape
-    count_V = smoothed(self.counts, vocab, self.smoothing)
+    count_V = _smoothed(self.counts, vocab, self.smoothing)
     assign.check_shape(np.shape(self.assignment), vocab)
     # An initialiser does not know K. Codes above the last one that is used have no token.
     codes = int(np.max(self.assignment)) + 1
@@ -88,5 +90,5 @@ class UnigramProposal:
 
   def __call__(self, vocab: int) -> Float[Array, "{vocab}"]:
     """Log-probabilities [V]."""
-    count_V = smoothed(self.counts, vocab, self.smoothing)
+    count_V = _smoothed(self.counts, vocab, self.smoothing)
     return jnp.asarray(np.log(count_V / count_V.sum()), jnp.float32)

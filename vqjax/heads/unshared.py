@@ -18,6 +18,8 @@ from vqjax.heads.two_level import TwoLevelHead
 from vqjax.ops import group_search, ragged
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
+__all__ = ["UnsharedGroupedHead"]
+
 
 class UnsharedGroupedHead(TwoLevelHead):
   """p(group of the token) · p(its slot), with a slot weight for each group.

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from vqjax.heads.base import Head
 from vqjax.types import Dtype
 
+__all__ = ["loss_and_gradient"]
+
 
 def loss_and_gradient(
   head: Head, tokens: int, dtype: Dtype = jnp.float32

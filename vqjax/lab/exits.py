@@ -20,6 +20,8 @@ from typing import NoReturn
 from vqjax.lab.signals import RESUME, take_over
 from vqjax.lm.records import printable
 
+__all__ = ["LESS_OF_A_STEP", "run_main"]
+
 LEAST_ADDRESSES = 2_000_000_000
 """Bytes of addresses that the libraries of a small run map, though they use a tenth."""
 
@@ -37,19 +39,19 @@ class _Command:
 _command = _Command()
 
 
-def run(module: str, arguments: Sequence[str]) -> NoReturn:
+def run_module(module: str, arguments: Sequence[str]) -> NoReturn:
   """Call `main(arguments)` of a module that is imported first, and end the process."""
-  prepare()
-  end(guarded(lambda: importlib.import_module(module).main(arguments)))
+  _prepare()
+  _end(guarded(lambda: importlib.import_module(module).main(arguments)))
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
   """Call the `main` of the module that runs as a program, and end the process."""
-  prepare()
-  end(guarded(main))
+  _prepare()
+  _end(guarded(main))
 
 
-def prepare() -> None:
+def _prepare() -> None:
   """Take over signals, and tracebacks that no line reports, for a command in this process."""
   take_over()
   addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -59,7 +61,7 @@ def prepare() -> None:
       f"error: the limit on addresses must be at least {LEAST_ADDRESSES:,} bytes; got"
       f" {addresses:,}. Raise it, as `ulimit -v unlimited` does."
     )
-    end(2)
+    _end(2)
   # A file number for the log, where no more files may be opened at the end.
   with contextlib.suppress(OSError):
     _command.spare = os.open(os.devnull, os.O_RDONLY)
@@ -68,7 +70,7 @@ def prepare() -> None:
   threading.excepthook = lambda args: _keep(args.exc_value)
 
 
-def end(code: int) -> NoReturn:
+def _end(code: int) -> NoReturn:
   """End the process; after an error at once, because threads may hang and print."""
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(Exception):

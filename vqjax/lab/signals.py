@@ -10,6 +10,8 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
+__all__ = ["take_over"]
+
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals that ask a command to stop."""
 

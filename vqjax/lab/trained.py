@@ -5,12 +5,14 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
-from vqjax.lab.config import config_hash, describe, difference, load, override, with_vocab
-from vqjax.lab.conversion import Distilled, student_of
+from vqjax.lab.config import config_hash, describe, difference, load_config, override, with_vocab
 from vqjax.lab.data import fit_tokenizer
-from vqjax.lab.training import read_variables
-from vqjax.lab.training.run import read_config
+from vqjax.lab.starting_points import Distilled, student_of
+from vqjax.lab.training import read_run_variables
+from vqjax.lab.training.run_folder import read_config
 from vqjax.lm.checkpoints import Loaded
+
+__all__ = []
 
 
 def load_run(folder: pathlib.Path, config: str, overrides: Sequence[str] = ()) -> Loaded:
@@ -24,8 +26,8 @@ def load_run(folder: pathlib.Path, config: str, overrides: Sequence[str] = ()) -
   Raises:
     ValueError: the folder has another config, or the data of the run are not text.
   """
-  experiment = override(load(config), list(overrides))
-  variables, _ = read_variables(folder)
+  experiment = override(load_config(config), list(overrides))
+  variables, _ = read_run_variables(folder)
   theirs = read_config(folder)
   if theirs is not None and theirs["hash"] != config_hash(experiment):
     lines = "\n  ".join(difference(describe(experiment), theirs["config"]))

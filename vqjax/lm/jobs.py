@@ -18,6 +18,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from vqjax.lm import records
 
+__all__ = ["ProgressBars", "open_work"]
+
 OTHER_FILES = 2**24
 """Bytes of the disk that are left for the tokenizer, the config and the report."""
 
@@ -103,7 +105,7 @@ def check_new_file(out: pathlib.Path) -> None:
     raise ValueError(f"`--out` must be in a folder that exists; got {out}. Make the folder first.")
 
 
-def identity_of(job: Any, mark: np.ndarray) -> str:
+def job_identity(job: Any, mark: np.ndarray) -> str:
   """A hash of the fields of a job but `out`, and of `model_mark` of its model.
 
   What is kept of an interrupted call depends on nothing else.

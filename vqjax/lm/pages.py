@@ -10,6 +10,8 @@ import string
 import typing
 from collections.abc import Iterable
 
+__all__ = ["INK", "SERIES", "blank"]
+
 # It is loaded where a figure is drawn: most commands that can write a page do not.
 if typing.TYPE_CHECKING:
   from matplotlib.axes import Axes

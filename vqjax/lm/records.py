@@ -19,6 +19,20 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
+__all__ = [
+  "CHECKSUM",
+  "atomic_file",
+  "checksum",
+  "dumps",
+  "parse_json",
+  "printable",
+  "read",
+  "read_json_rows",
+  "sealed",
+  "write",
+  "write_text",
+]
+
 CHECKSUM = "checksum"
 """The member of a JSON object that holds the checksum of the others."""
 
@@ -76,7 +90,7 @@ def _canonical(value: Any) -> bytes:
   return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def parse(
+def parse_json(
   content: str | bytes,
   schema: type,
   where: str,
@@ -193,16 +207,16 @@ def read(
   *,
   seal: bool = True,
 ) -> dict[str, Any] | None:
-  """Return the object in a file, as `parse` does; None if the file does not exist."""
+  """Return the object in a file, as `parse_json` does; None if the file does not exist."""
   try:
     content = pathlib.Path(path).read_bytes()
   except FileNotFoundError:
     return None
-  return parse(content, schema, str(path), remedy, seal=seal)
+  return parse_json(content, schema, str(path), remedy, seal=seal)
 
 
 @dataclasses.dataclass
-class Rows:
+class JSONRows:
   """The rows of a file of JSON lines, up to the first damaged one.
 
   Attributes:
@@ -219,18 +233,18 @@ class Rows:
   problem: DamagedError | None = None
 
 
-def read_rows(
+def read_json_rows(
   path: str | os.PathLike[str],
   schema: type,
   remedy: str = "Restore the file, or remove it.",
   *,
   seal: bool = True,
-) -> Rows:
+) -> JSONRows:
   """Return the rows of a file; a missing file has none.
 
   A row's checksum covers the rows before it, so that a row that is lost in the middle shows.
   """
-  found = Rows([], [], [])
+  found = JSONRows([], [], [])
   try:
     content = pathlib.Path(path).read_bytes()
   except FileNotFoundError:
@@ -242,7 +256,7 @@ def read_rows(
     previous = found.checksums[-1] if found.checksums else ""
     try:
       where = f"{path}, line {number},"
-      row = parse(line, schema, where, remedy, seal=seal, previous=previous)
+      row = parse_json(line, schema, where, remedy, seal=seal, previous=previous)
     except DamagedError as error:
       found.problem = error
       break

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+__all__ = ["TextWindows", "data_path", "encode_text", "read_text", "text_windows"]
+
 WINDOW = 256
 """Tokens of a window, with the one that begins every text."""
 
@@ -74,7 +76,7 @@ def _decoded(content: bytes, path: pathlib.Path, offset: int = 0) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class TextWindows:
   """Windows of text of several domains.
 
   Attributes:
@@ -90,10 +92,12 @@ class Windows:
   def take(self, count: int) -> "Windows":
     """Evenly many windows of each domain, `count` in all or fewer."""
     at = _round_robin([np.flatnonzero(self.domain == d) for d in range(len(self.names))])[:count]
-    return Windows(self.tokens[at], self.domain[at], self.names)
+    return TextWindows(self.tokens[at], self.domain[at], self.names)
 
 
-def windows(encoded: Mapping[str, Sequence[int]], begin: Sequence[int], length: int) -> Windows:
+def text_windows(
+  encoded: Mapping[str, Sequence[int]], begin: Sequence[int], length: int
+) -> TextWindows:
   """Windows of tokens of each domain, each with the tokens that begin every text.
 
   Args:
@@ -108,7 +112,7 @@ def windows(encoded: Mapping[str, Sequence[int]], begin: Sequence[int], length: 
       rows.append([*begin, *tokens[first : first + own]])
       domain.append(number)
   shape = (len(rows), length)
-  return Windows(
+  return TextWindows(
     np.asarray(rows, np.int32).reshape(shape), np.asarray(domain, np.int64), tuple(encoded)
   )
 
@@ -120,7 +124,7 @@ def _round_robin(groups):
   return np.asarray(entries, np.int64)
 
 
-def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+def encode_text(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
   """The tokens that begin every text, and those of the text itself.
 
   A long text is encoded in pieces that end with a line or word, since some tokenizers take
@@ -198,8 +202,8 @@ def encode_texts(
     )
   needed = least(length - len(begin))
   for name, text in texts.items():
-    _, tokens = encode(tokenizer, text)
-    check_known(name, text, tokens, tokenizer, option)
+    _, tokens = encode_text(tokenizer, text)
+    _check_known(name, text, tokens, tokenizer, option)
     if len(tokens) < needed:
       raise ValueError(
         f"each text of `{option}` must have {needed:,} tokens for a window of {length}; got"
@@ -229,7 +233,7 @@ def counts_of(
   return counts
 
 
-def check_known(name: str, text: str, tokens: Sequence[int], tokenizer: Any, option: str) -> None:
+def _check_known(name: str, text: str, tokens: Sequence[int], tokenizer: Any, option: str) -> None:
   """Raise ValueError for a text, given by `option`, of which the tokenizer knows nothing."""
   pieces = (tokenizer.decode([token]).strip() for token in dict.fromkeys(tokens[:10_000]))
   if text.strip() and not any(piece and piece in text for piece in pieces):

@@ -39,6 +39,8 @@ from vqjax.embeddings import DenseEmbedding
 from vqjax.types import Size
 from vqjax.variables import Variable
 
+__all__ = ["AxisRules", "Codes", "Layer", "LayerState"]
+
 # Logical axis, as in `logical_axes()`, -> axes of the mesh; an absent one is not sharded.
 AxisRules = Mapping[str, str | tuple[str, ...] | None]
 

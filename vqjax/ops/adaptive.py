@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vqjax.ops import sampling, softmax, tiles, vocab_parallel
 from vqjax.types import Dtype
 
-__all__ = ["Section", "cluster_log_prob", "concatenate_blocks"]
+__all__ = []
 
 
 def cluster_log_prob(

@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from vqjax.ops import narrow, sampling, topk, vocab_parallel
 
-__all__ = ["Best", "Int8Rows", "best", "bounds", "int8_rows", "lower", "pays"]
+__all__ = ["Best", "best"]
 
 # Largest 8-bit integer of a row and of a hidden vector.
 _LEVELS = 127

@@ -34,7 +34,7 @@ from vqjax.ops import vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.types import Dtype
 
-__all__ = ["add_scores", "empty_normalizers", "log_normalizers", "log_prob_in_class"]
+__all__ = []
 
 # Largest number of tokens of a work item.
 CHUNK = 256

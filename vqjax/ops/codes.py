@@ -24,18 +24,7 @@ from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
-__all__ = [
-  "BLOCK_MASSES",
-  "NO_CODE",
-  "CodeSoftmax",
-  "all_code_scores",
-  "best_tokens",
-  "code_softmax",
-  "code_vectors",
-  "draw_within",
-  "log_mass",
-  "token_scores",
-]
+__all__ = ["CodeSoftmax", "code_softmax"]
 
 # Code of the padding of an assignment, above those of any codebook.
 NO_CODE = 2**30

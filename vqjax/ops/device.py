@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from vqjax.ops import vocab_parallel
 
-__all__ = ["Device", "current", "of", "using"]
+__all__ = ["Device", "current", "using"]
 
 
 class Device(NamedTuple):

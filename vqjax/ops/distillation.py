@@ -45,16 +45,11 @@ from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers
 from vqjax.types import Dtype
 
 __all__ = [
-  "LinearComparison",
   "Readings",
-  "Side",
   "SoftTargetLoss",
   "block_soft_target_loss",
-  "divergence_from_last",
-  "linear_comparison",
   "linear_divergence",
   "linear_soft_target_loss",
-  "readings",
 ]
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from vqjax.ops import sampling, vocab_parallel
 
-__all__ = ["GradientShare", "gradient_share"]
+__all__ = ["GradientShare"]
 
 # Part of the largest singular value of J below which one counts as zero, in float32.
 _NO_GAIN = 1e-5

@@ -26,15 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import sampling, topk, vocab_parallel
 
-__all__ = [
-  "MOST",
-  "WIDTH",
-  "Groups",
-  "best_first_nucleus",
-  "best_first_top_k",
-  "best_of_groups",
-  "step_width",
-]
+__all__ = []
 
 # Groups of a row that one step scores.
 WIDTH = 32

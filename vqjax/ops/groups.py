@@ -31,18 +31,7 @@ from vqjax.ops import device, softmax, tiles, vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.types import Dtype
 
-__all__ = [
-  "Slots",
-  "check_order",
-  "checked_sizes",
-  "group_and_slot",
-  "group_starts",
-  "log_best_slot",
-  "log_prob_in_group",
-  "positions",
-  "scaled",
-  "slot_log_prob",
-]
+__all__ = ["group_and_slot", "log_prob_in_group", "scaled"]
 
 
 def group_starts(vocab: int, groups: int) -> np.ndarray:

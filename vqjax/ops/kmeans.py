@@ -31,7 +31,7 @@ from vqjax.ops import topk, vocab_parallel
 from vqjax.ops.tiles import default_tile, edge
 from vqjax.ops.vocab_parallel import Sharded, varying
 
-__all__ = ["KMeansResult", "kmeans", "nearest"]
+__all__ = ["KMeansResult", "kmeans", "nearest_centers"]
 
 # Passes over the points of the seeding, and candidates that each pass draws for every cluster.
 _PASSES, _DRAWS = 5, 2
@@ -91,7 +91,7 @@ def kmeans(
   return _kmeans(key, points, weights, clusters, iterations, chunk, axis)
 
 
-def nearest(
+def nearest_centers(
   points: Float[Array, "N D"], centers: Float[Array, "K D"], *, chunk: int | None = None
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
   """Nearest center of each point, the lowest of ties, and its squared distance.

@@ -26,7 +26,7 @@ from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.tiles import Linear
 from vqjax.types import Dtype
 
-__all__ = ["linear_blocks", "linear_sample", "linear_top_k"]
+__all__ = ["linear_sample", "linear_top_k"]
 
 # Largest number of rows whose scores of the whole vocabulary are stored.
 FEW_ROWS = 256

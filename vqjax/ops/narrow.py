@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Int8, Shaped
 from vqjax.ops import vocab_parallel
 from vqjax.types import Dtype
 
-__all__ = ["FEW", "dot_general", "int8_product"]
+__all__ = ["FEW"]
 
 # Most vectors whose product is split: with more of them XLA's own way is faster.
 _MOST = 8

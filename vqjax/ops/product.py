@@ -17,14 +17,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.ops import vocab_parallel
 
-__all__ = [
-  "compose",
-  "nearest_codes",
-  "partial_scores",
-  "prefers_sums",
-  "straight_through",
-  "summed_scores",
-]
+__all__ = []
 
 
 def compose(
@@ -99,7 +92,7 @@ def _nearest_by_loop(latent_MCW: Array, tables_MKC: Array) -> Int[Array, "M W"]:
   return lax.fori_loop(0, tables_MKC.shape[1], compare, start, unroll=4)[1]
 
 
-def straight_through(
+def straight_through_rows(
   per_row: tuple[Float[Array, "W D"], Integer[Array, "W M"]], tables: Float[Array, "M K C"]
 ) -> Float[Array, "W D"]:
   """Rows that codes compose, whose gradient the latent rows get unchanged.

@@ -27,25 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import product, tiles, vocab_parallel
 
-__all__ = [
-  "Response",
-  "averaged",
-  "code_counts",
-  "code_perplexity",
-  "cosine_response",
-  "dot_response",
-  "drawn_queries",
-  "euclidean_response",
-  "gathered_sums",
-  "in_chunks",
-  "mean_distance",
-  "moments_of",
-  "noise",
-  "rotated",
-  "softmax_quantized",
-  "straight_through",
-  "summed_distance",
-]
+__all__ = ["code_counts", "code_perplexity"]
 
 # (query [*B, M or 1, C], keys [M or 1, K, C]) -> [*B, M, K] float32, larger for nearer keys.
 Response = Callable[[Array, Array], Array]
@@ -128,7 +110,7 @@ def _chunks(tokens: int, scores: int) -> int:
   return next((count for count in range(least, 2 * least) if tokens % count == 0), least)
 
 
-def moments_of(
+def response_moments(
   respond: Callable[[Array], Array],
   query: Float[Array, "N *P"],
   mask: Bool[Array, "N"] | None,

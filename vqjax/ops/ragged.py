@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 from vqjax.ops import vocab_parallel
 from vqjax.types import Dtype
 
-__all__ = ["unshared_slot_log_prob"]
+__all__ = []
 
 # Rows of one group that one step of the CPU's loop multiplies.
 #

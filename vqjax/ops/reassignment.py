@@ -25,7 +25,7 @@ from vqjax.ops import codes as code_ops
 from vqjax.ops import softmax
 from vqjax.types import Dtype
 
-__all__ = ["Contexts", "contexts", "reassigned"]
+__all__ = []
 
 
 class Contexts(NamedTuple):

@@ -109,7 +109,7 @@ class Plan(NamedTuple):
     return Outputs(mean=self.terms.label_smoothing > 0)
 
 
-def plan(layer: tiles.Linear, terms: Terms, scratch: int) -> Plan | None:
+def loss_plan(layer: tiles.Linear, terms: Terms, scratch: int) -> Plan | None:
   """The plan of `weighted_sum`; None where the tiles of `statistics` are better.
 
   They are on several devices, each of which would need a gradient of the whole weight, and for

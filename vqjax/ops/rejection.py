@@ -28,10 +28,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from vqjax.ops import sampling
 from vqjax.ops.sampling import Blocks
 
-__all__ = ["Filtered", "verify"]
+__all__ = ["FilteredDistribution", "verify"]
 
 
-class Filtered(NamedTuple):
+class FilteredDistribution(NamedTuple):
   """A distribution whose options of sampling have been applied.
 
   Attributes:
@@ -51,7 +51,7 @@ class Filtered(NamedTuple):
     top_k: int | None = None,
     top_p: float | int | None = None,
     min_p: float | int | None = None,
-  ) -> Filtered:
+  ) -> FilteredDistribution:
     """The distribution of `sampling.sample` with these options; the temperature is not 0.
 
     Up to `sampling.STORED_SCORES` the scores are computed once.
@@ -68,7 +68,7 @@ class Filtered(NamedTuple):
       blocks = sampling.at_least(blocks, min_p, temperature)
     blocks = blocks.map(lambda score_WB, _: score_WB.astype(jnp.float32) / temperature)
     blocks = sampling.nucleus(blocks, top_p)
-    return Filtered(blocks, sampling.best(blocks, 1)[2], tokens)
+    return FilteredDistribution(blocks, sampling.best(blocks, 1)[2], tokens)
 
   def log_prob(self, token: Int[Array, "*B"]) -> Float[Array, "*B"]:
     """Log-probability in nats of a token; -inf if it cannot be drawn."""
@@ -107,7 +107,7 @@ class Filtered(NamedTuple):
     token_1B = jnp.take_along_axis(self.tokens, jnp.maximum(number_B, 0)[None], axis=0)
     return jnp.where(number_B < 0, -1, token_1B[0])
 
-  def of_position(self, position: Int[Array, "B"]) -> Filtered:
+  def of_position(self, position: Int[Array, "B"]) -> FilteredDistribution:
     """The distribution [B] of one position of each row, of distributions [B, T]."""
     pick = lambda x: jnp.take_along_axis(x, position.reshape(*[1] * (x.ndim - 2), -1, 1), axis=-1)[
       ..., 0
@@ -119,9 +119,11 @@ class Filtered(NamedTuple):
       return pick(score_WBT), number_W
 
     blocks = self.blocks._replace(block=picked, batch=self.blocks.batch[:1])
-    return Filtered(blocks, pick(self.log_z), None if self.tokens is None else pick(self.tokens))
+    return FilteredDistribution(
+      blocks, pick(self.log_z), None if self.tokens is None else pick(self.tokens)
+    )
 
-  def less(self, other: Float[Array, "V B"]) -> Filtered:
+  def less(self, other: Float[Array, "V B"]) -> FilteredDistribution:
     """The part of the probabilities that exceeds those of `other`, normalised."""
 
     def exceeding(score_WB, number_W):
@@ -145,7 +147,7 @@ class Filtered(NamedTuple):
 
 
 def verify(
-  target: Filtered,
+  target: FilteredDistribution,
   number: Int[Array, "B K"],
   draft_log_prob: Float[Array, "K U B"],
   tokens: Int[Array, "U"] | None,

@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vqjax.ops import groups, softmax
 from vqjax.types import Dtype
 
-__all__ = ["routes", "routing_loss", "tokens_of"]
+__all__ = []
 
 
 class Routes(NamedTuple):

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from vqjax.ops import vocab_parallel
 from vqjax.ops.vocabulary import check_arrays, value_of
 
-__all__ = ["RowFactory", "as_row_factory", "columns"]
+__all__ = ["RowFactory", "columns"]
 
 
 @jax.tree_util.register_dataclass

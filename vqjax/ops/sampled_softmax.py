@@ -28,14 +28,7 @@ from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
-__all__ = [
-  "Candidates",
-  "Estimate",
-  "check_samples",
-  "draw_candidates",
-  "log_uniform",
-  "sampled_softmax",
-]
+__all__ = []
 
 
 class Candidates(NamedTuple):
@@ -45,7 +38,7 @@ class Candidates(NamedTuple):
   log_inclusion: Float[Array, "S"]
 
 
-class Estimate(NamedTuple):
+class SampledEstimate(NamedTuple):
   """Estimates in nats, float32: a token's log-probability, the log-normaliser."""
 
   log_prob: Float[Array, "*B"]
@@ -104,7 +97,7 @@ def sampled_softmax(
   *,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
-) -> Estimate:
+) -> SampledEstimate:
   """Estimates of `tokens` under softmax(hidden · weightᵀ + bias).
 
   This takes O(N·S·D) time. S + N rows of the weight are gathered once, and only they get a
@@ -123,7 +116,7 @@ def sampled_softmax(
   return found._replace(log_prob=jnp.where(valid, found.log_prob, jnp.nan))
 
 
-def _estimate(weight, bias, hidden, token, candidates, vocab, dtype, vocab_axis) -> Estimate:
+def _estimate(weight, bias, hidden, token, candidates, vocab, dtype, vocab_axis) -> SampledEstimate:
   """The estimates, from the rows that this device holds."""
   count = candidates.tokens.shape[0]
   wanted = jnp.concatenate([candidates.tokens, token.reshape(-1)])
@@ -162,4 +155,4 @@ def _estimate(weight, bias, hidden, token, candidates, vocab, dtype, vocab_axis)
   excess = jnp.log1p(jnp.expm1(log_pi) * jnp.exp(among.log_prob))
   log_prob = jnp.where(hit, among.log_prob + log_pi - excess, -jax.nn.softplus(among.log_z - own))
   log_z = among.log_z + jnp.where(hit, excess, jax.nn.softplus(own - among.log_z))
-  return Estimate(log_prob, log_z)
+  return SampledEstimate(log_prob, log_z)

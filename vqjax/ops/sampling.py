@@ -35,27 +35,7 @@ from vqjax.ops import topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import check_numbers
 
-__all__ = [
-  "CACHED_SCORES",
-  "STORED_SCORES",
-  "Blocks",
-  "SamplingOptions",
-  "allow",
-  "at_least",
-  "best",
-  "block_width",
-  "draw",
-  "draw_among",
-  "gumbel",
-  "log_prob",
-  "log_z",
-  "nucleus",
-  "nucleus_edge",
-  "row_blocks",
-  "sample",
-  "scores_of_all",
-  "stored_block",
-]
+__all__ = ["Blocks", "best", "gumbel", "log_z", "sample"]
 
 # Largest number of scores (128 MiB) that are stored instead of recomputed or split.
 STORED_SCORES = 2**25

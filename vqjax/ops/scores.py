@@ -20,14 +20,7 @@ from jaxtyping import Array, Float
 from vqjax.ops.vocabulary import check_numbers
 from vqjax.types import Dtype
 
-__all__ = [
-  "OutputFunction",
-  "ScoreOptions",
-  "SigSoftmax",
-  "Softcap",
-  "check_softcap",
-  "check_temperature",
-]
+__all__ = ["OutputFunction", "ScoreOptions", "SigSoftmax"]
 
 
 class OutputFunction(abc.ABC):

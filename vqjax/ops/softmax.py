@@ -34,8 +34,6 @@ __all__ = [
   "linear_log_prob",
   "linear_scores",
   "linear_softmax",
-  "log_softmax",
-  "rows_scores",
 ]
 
 
@@ -275,7 +273,7 @@ def _sum_with_gradient(hidden, weight, tokens, bias, token_weight, options, term
   check_arrays(tokens=tokens)
   layer = Linear.of(hidden, weight, bias, options, tokens)
   layer = dataclasses.replace(layer, hidden=hidden.reshape(-1, hidden.shape[-1]))
-  plan = reduced_loss.plan(layer, terms, scratch)
+  plan = reduced_loss.loss_plan(layer, terms, scratch)
   if plan is None:
     return None
   valid, token = in_vocabulary(tokens.reshape(-1), layer.vocab)

@@ -47,7 +47,7 @@ from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded, TokenShards, varying
 from vqjax.ops.vocabulary import check_arrays
 
-__all__ = ["default_tile", "most_scores"]
+__all__ = ["default_tile"]
 
 
 class Tile(NamedTuple):

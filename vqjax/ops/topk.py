@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from vqjax.ops import vocab_parallel
 
-__all__ = ["TopK", "chunk_size", "empty", "merge", "merge_rows", "winner"]
+__all__ = []
 
 
 class TopK(NamedTuple):

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.types import Dtype
 
-__all__ = ["all_log_probs", "draw_leaves", "leaf_blocks", "leaf_log_prob"]
+__all__ = []
 
 
 def leaf_log_prob(

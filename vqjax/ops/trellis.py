@@ -1,8 +1,7 @@
 """Fixed-rate trellis codes: whole bits for each number, without an entropy coder.
 
-This is the bitshift trellis of QTIP, whose bits packed tables have. The trellis of entropy-coded
-files, two quantisers of integers of which parities choose one, is another: that of
-`vqjax.tables.container` and `vqjax.tables.integers`.
+This is the bitshift trellis of QTIP, whose bits packed tables have. Entropy-coded files have a
+dependent quantiser instead, that of `vqjax.tables.container`.
 
 A row is a string of bits. Its number j spends `width` j of them, and its value is read from a
 window of the last `STATE_BITS` bits of the string so far: neighbouring numbers share bits, so that
@@ -34,20 +33,7 @@ from jaxtyping import Array, Float, Integer, UInt16
 
 from vqjax.ops import vocab_parallel
 
-__all__ = [
-  "LEVELS",
-  "TRELLIS",
-  "UNIT",
-  "Code",
-  "best_states",
-  "ends",
-  "level_values",
-  "nearest_levels",
-  "packed",
-  "places",
-  "states",
-  "values",
-]
+__all__ = []
 
 # Bits of the window that a value is read from.
 STATE_BITS = 12
@@ -179,7 +165,7 @@ def best_states(
   return lax.scan(backward, last, (oldest_DNS, width_D), reverse=True)[1].T
 
 
-def packed(state_ND: np.ndarray, width_D: np.ndarray) -> np.ndarray:
+def stream_units(state_ND: np.ndarray, width_D: np.ndarray) -> np.ndarray:
   """Rows of states, in the order of their bits, as elements of the stream, [N, units]."""
   count, width_D = len(state_ND), width_D.astype(int)
   bits = np.zeros((count, int(-(-width_D.sum() // UNIT) * UNIT)), np.uint8)
@@ -192,16 +178,16 @@ def packed(state_ND: np.ndarray, width_D: np.ndarray) -> np.ndarray:
   return pairs[..., 0] << 8 | pairs[..., 1]
 
 
-def places(
+def row_starts(
   rank_N: Integer[Array, "N"], size_C: Integer[Array, "C"], width_CD: Integer[Array, "C D"]
 ) -> tuple[Integer[Array, "N"], Integer[Array, "N"]]:
-  """The first element of the stream of rows with the given ranks, and their classes."""
+  """The first element of the stream of rows with the given ranks, and their row groups."""
   units_C = -(-width_CD.astype(jnp.int32).sum(axis=-1) // UNIT)
   last_C, end_C = jnp.cumsum(size_C), 1 + jnp.cumsum(size_C * units_C)
   # Not `searchsorted`: JAX 0.10 cannot trace it inside of a `shard_map`.
-  class_N = (last_C <= rank_N[..., None]).sum(axis=-1, dtype=jnp.int32)
-  class_N = jnp.minimum(class_N, len(size_C) - 1)
-  return end_C[class_N] - (last_C[class_N] - rank_N) * units_C[class_N], class_N
+  group_N = (last_C <= rank_N[..., None]).sum(axis=-1, dtype=jnp.int32)
+  group_N = jnp.minimum(group_N, len(size_C) - 1)
+  return end_C[group_N] - (last_C[group_N] - rank_N) * units_C[group_N], group_N
 
 
 def _trellis_values(stream, unit_N, end_ND, width_ND):
@@ -226,19 +212,20 @@ class Code(NamedTuple):
   def coordinates(
     self, per_row: tuple[Integer[Array, "N"], Integer[Array, "N"]], shared: dict[str, Array]
   ) -> Float[Array, "N D"]:
-    """Rows center + scale · values, from their first elements of the stream and their classes.
+    """Rows center + scale · values, from their first elements and row groups.
 
-    `shared` has the stream, and the width, the scale and the centre of each number of each class.
+    `shared` has the stream, and the width, the scale and the centre of each number of each row
+    group.
     """
-    unit_N, class_N = per_row
+    unit_N, group_N = per_row
     # The partitioner fails where the width of an array is sharded whose rows are gathered here.
     shared = {name: vocab_parallel.token_shards(None).whole(x) for name, x in shared.items()}
     width_CD = shared["width"].astype(jnp.int32)
-    value_ND = self.values(shared["stream"], unit_N, ends(width_CD)[class_N], width_CD[class_N])
+    value_ND = self.values(shared["stream"], unit_N, ends(width_CD)[group_N], width_CD[group_N])
     scale_CD, center_CD = (shared[name].astype(jnp.float32) for name in ("scale", "center"))
     # Without bits the window is that of neighbours.
     scale_CD = jnp.where(width_CD > 0, scale_CD, 0.0)
-    return center_CD[class_N] + scale_CD[class_N] * value_ND
+    return center_CD[group_N] + scale_CD[group_N] * value_ND
 
   def rows(
     self, per_row: tuple[Integer[Array, "N"], Integer[Array, "N"]], shared: dict[str, Array]

@@ -26,6 +26,8 @@ from jaxtyping import Array
 
 from vqjax.ops.vocabulary import value_of
 
+__all__ = []
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

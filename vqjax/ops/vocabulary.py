@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
+__all__ = ["in_vocabulary"]
+
 
 def check_arrays(**arrays: Any) -> None:
   """Raise TypeError unless each argument is an array of JAX or NumPy, or None."""

@@ -17,6 +17,8 @@ from vqjax.ops import product, quantize
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, composed_init
 
+__all__ = ["Quantized", "Quantizer"]
+
 
 class Quantized(NamedTuple):
   """The result of quantising vectors [*B, D].
@@ -257,7 +259,9 @@ class Quantizer(Layer):
       return lambda response: response
     mean, var = self.array("mean"), self.array("var")
     if train:
-      batch_mean, batch_var = quantize.moments_of(self._comparison(), query, mask, self._scores)
+      batch_mean, batch_var = quantize.response_moments(
+        self._comparison(), query, mask, self._scores
+      )
       if self.is_mutable_collection("batch_stats") and not self.is_initializing():
         update = lambda old, new: running(old, lax.stop_gradient(new), self.momentum, mask)
         self.put_variable("batch_stats", "mean", update(mean, batch_mean))

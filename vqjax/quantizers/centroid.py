@@ -14,6 +14,8 @@ from vqjax.quantizers.base import TABLE_AXES, check_not_negative, largest, runni
 from vqjax.quantizers.revival import KeyedQuantizer
 from vqjax.variables import Declaration, Variable
 
+__all__ = ["CentroidQuantizer", "MovingAverage"]
+
 
 @dataclasses.dataclass(frozen=True)
 class MovingAverage:

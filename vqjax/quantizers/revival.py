@@ -13,6 +13,8 @@ from vqjax.ops import quantize
 from vqjax.quantizers.base import TABLE_AXES, Quantizer, running
 from vqjax.variables import Declaration, Variable
 
+__all__ = ["Revival"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Revival:

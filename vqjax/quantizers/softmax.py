@@ -15,6 +15,8 @@ from vqjax.quantizers.base import Quantizer, check_not_negative
 from vqjax.quantizers.revival import KeyedQuantizer
 from vqjax.variables import Declaration, Variable
 
+__all__ = ["EncoderQuantizer", "FreeQuantizer", "SoftmaxQuantizer"]
+
 
 class _ChosenBySoftmax(Quantizer):
   """Base class of quantisers that choose the value of the largest response.

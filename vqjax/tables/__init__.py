@@ -1,30 +1,30 @@
 """Lossy compression of trained tables [V, D] in the metric of their use, beyond 16-fold.
 
-`Moments` says which errors cost how much, `quantize` turns a table into a `QuantizedTable` of
+`Moments` says which errors cost how much, `coded_table` turns a table into a `CodedTable` of
 integers, and `ideal_bits` counts the bits that an entropy coder needs for them. `pack` encodes a
-table in bits that a `QuantizedHead` scores and a `QuantizedEmbedding` looks up where they lie.
+table in bits that a `PackedHead` scores and a `PackedEmbedding` looks up where they lie.
 """
 
-from vqjax.tables.integers import (
-  QuantizedTable,
+from vqjax.tables.coded import (
+  CodedTable,
   Transform,
+  coded_table,
   ideal_bits,
   probabilities,
-  quantize,
   transform,
 )
 from vqjax.tables.moments import Moments
-from vqjax.tables.packed import PackedTable, pack, units_of
+from vqjax.tables.packing import PackedTable, pack, units_of
 
 __all__ = [
+  "CodedTable",
   "Moments",
   "PackedTable",
-  "QuantizedTable",
   "Transform",
+  "coded_table",
   "ideal_bits",
   "pack",
   "probabilities",
-  "quantize",
   "transform",
   "units_of",
 ]

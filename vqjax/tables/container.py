@@ -1,16 +1,15 @@
 """Entropy-coded tables: the lossless half of the compression of a trained table [V, D].
 
-The integers are those of trellis-coded quantisation with an entropy coder behind it, which
-`vqjax.tables.integers` chooses. The trellis of packed tables, whose numbers have whole bits, is
-another: that of `vqjax.ops.trellis`.
+The integers are those of dependent quantisation with an entropy coder behind it, which
+`vqjax.tables.coded` chooses.
 
-A table is row = mean + steps[class] · (levels @ inverse), with integers `levels` and a class for
-each row. The integers are coded by rANS with static distributions: each triple of class, quantiser
-and column uses one of a few distributions, and `RESTART` rows at a time are coded alone, so that
-any row can be read without those before it.
+A table is row = mean + steps[group] · (levels @ inverse), with integers `levels` and a row group
+for each row. The integers are coded by rANS with static distributions: each triple of row group,
+quantiser and column uses one of a few distributions, and `RESTART` rows at a time are coded alone,
+so that any row can be read without those before it.
 
-The integers of a stream are those of a trellis: each belongs to one of two quantisers, the even
-integers or 0 and the odd ones, and the parities of the indices before it say to which. An index has
+Quantisers are dependent: each integer belongs to one of two quantisers, the even integers or 0
+and the odd ones, and the parities of the indices before it say to which. An index has
 a bit less than its integer, and a distribution of its quantiser.
 
 This file imports NumPy only, so it may be copied to a machine without JAX:
@@ -21,7 +20,7 @@ This file imports NumPy only, so it may be copied to a machine without JAX:
   table.rows(5, 7)                  # float32 [2, D]
 
 Coder: J. Duda (2013), Asymmetric numeral systems; streaming with 63-bit states and 32-bit words.
-Trellis: H. Schwarz et al. (2021), Quantization and entropy coding in the versatile video coding
+Quantisers: H. Schwarz et al. (2021), Quantization and entropy coding in the versatile video coding
 standard, Section III, with 8 states.
 """
 
@@ -36,6 +35,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+
+__all__ = [
+  "FORMAT",
+  "MANIFEST",
+  "VERSION",
+  "CompressedTable",
+  "coded_bytes",
+  "encode_table",
+  "read_table",
+]
 
 FORMAT = "vqjax-compressed-table"
 VERSION = 2
@@ -70,11 +79,11 @@ AT_ONCE = 2**10
 MOST_DISTRIBUTIONS = 255
 """Most distributions; one more codes nothing in padding."""
 
-WIDTH_OF_CLASSES = 1024
-"""Classes of rows are coded as a table of this width."""
+WIDTH_OF_ROW_GROUPS = 1024
+"""Row groups are coded as a table of this width."""
 
 NEXT_STATE = np.array([[0, 2], [5, 7], [1, 3], [6, 4], [2, 0], [4, 6], [3, 1], [7, 5]], np.uint8)
-"""State of the trellis after an even and an odd index; a stream begins in state 0.
+"""State of the dependent quantiser after an even and an odd index; a stream begins in state 0.
 
 An integer is of the quantiser `state & 1`: 0 has the even ones, 1 has 0 and the odd ones.
 """
@@ -96,9 +105,9 @@ class Distributions:
 
   Attributes:
     frequencies: probability of each symbol times 2^PRECISION, [K, SYMBOLS].
-    distribution: which of them a quantiser, a class and a column use, [Q, C, D]. Q is 2, or 1 for
-      integers that are their own indices.
-    shift: low bits of the indices of a class and a column that are coded as they are, [C, D].
+    distribution: which of them a quantiser, a row group and a column use, [Q, C, D]. Q is 2, or 1
+      for integers that are their own indices.
+    shift: low bits of the indices of a row group and a column that are coded as they are, [C, D].
   """
 
   frequencies: np.ndarray
@@ -117,7 +126,7 @@ class Distributions:
 
   @functools.cached_property
   def padded(self) -> tuple[np.ndarray, np.ndarray]:
-    """Distribution and shift with a class and columns of padding, whose symbols take no bits."""
+    """Distribution and shift with a row group and columns of padding that take no bits."""
     nothing = len(self.frequencies)
     last = (0, 1), (0, -self.shift.shape[1] % self.lanes)
     distribution = np.pad(
@@ -152,29 +161,29 @@ Integers = Any
 
 def distributions_of(
   levels: Integers,
-  step_class: np.ndarray,
-  classes: int,
+  row_group: np.ndarray,
+  row_groups: int,
   quantizers: int = 2,
   most: int = MOST_DISTRIBUTIONS,
 ) -> tuple[Distributions, float]:
-  """Few distributions for the classes and columns of integers [V, D], and the bits that all cost.
+  """Few distributions for row groups and columns of integers [V, D], and the bits that all cost.
 
-  Histograms of quantisers, classes and columns are clustered by the bits that they cost under the
-  distribution of their cluster.
+  Histograms of quantisers, row groups and columns are clustered by the bits that they cost under
+  the distribution of their cluster.
   """
   rows, columns = levels.shape
-  count = np.bincount(step_class, minlength=classes)
-  squares = np.zeros((classes, columns))
+  count = np.bincount(row_group, minlength=row_groups)
+  squares = np.zeros((row_groups, columns))
   for some in _ranges(rows, columns):
-    of_class = (step_class[some] == np.arange(classes)[:, None]).astype(np.float64)
-    squares += of_class @ levels[some].astype(np.float64) ** 2
+    of_group = (row_group[some] == np.arange(row_groups)[:, None]).astype(np.float64)
+    squares += of_group @ levels[some].astype(np.float64) ** 2
   root = np.sqrt(squares / np.maximum(count, 1)[:, None]) / quantizers
   # Bits below a twelfth of the deviation are as good as uniform.
   shift = np.clip(np.floor(np.log2(np.maximum(root, 1) / 12)), 0, 16).astype(np.uint8)
-  shape = quantizers, classes, columns
-  flat = np.zeros((quantizers, classes * columns * SYMBOLS), np.int64)
+  shape = quantizers, row_groups, columns
+  flat = np.zeros((quantizers, row_groups * columns * SYMBOLS), np.int64)
   for some in _ranges(rows, columns):
-    owner = step_class[some].astype(np.int64)
+    owner = row_group[some].astype(np.int64)
     index, quantizer = indices(levels[some], quantizers)
     place = owner[:, None] * columns + np.arange(columns)
     place = place * SYMBOLS + _symbols(index, shift[owner])
@@ -221,7 +230,7 @@ def indices(levels: np.ndarray, quantizers: int = 2) -> tuple[np.ndarray, np.nda
   if wrong.any():
     raise ValueError(
       f"`levels` must be those of the trellis; got {value[wrong][0]} where the quantiser has other"
-      " integers. Take them from vqjax.tables.quantize."
+      " integers. Take them from vqjax.tables.coded_table."
     )
   back = lambda x: x.reshape(padded.shape)[:rows, :columns]
   return back(np.sign(value) * index), back(quantizer)
@@ -282,9 +291,9 @@ def _quantised(counts: np.ndarray) -> np.ndarray:
   return parts.astype(np.uint16)
 
 
-def encode_integers(
+def _encode_integers(
   levels: Integers,
-  step_class: np.ndarray,
+  row_group: np.ndarray,
   model: Distributions,
   progress: Callable[[float], None] = lambda part: None,
 ) -> dict[str, np.ndarray]:
@@ -295,7 +304,7 @@ def encode_integers(
   words, lengths, escapes, counts = [], [], [], []
   for first in range(0, blocks, model.at_once):
     some = range(first, min(first + model.at_once, blocks))
-    rows, owner = _padded_rows(levels, step_class, some, model.lanes)
+    rows, owner = _padded_rows(levels, row_group, some, model.lanes)
     symbols, quantizer = np.empty(rows.shape, np.uint8), np.empty(rows.shape, np.uint8)
     # Some at a time: what this makes beside them is several times as large as the rows.
     for part in _ranges(*rows.shape):
@@ -322,13 +331,13 @@ def encode_integers(
 
 
 def _padded_rows(
-  levels: Integers, step_class: np.ndarray, blocks: range, lanes: int
+  levels: Integers, row_group: np.ndarray, blocks: range, lanes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Rows of blocks and their classes, [blocks · RESTART, D and padding], both copies."""
+  """Rows of blocks and their row groups, [blocks · RESTART, D and padding], both copies."""
   rows = np.array(levels[blocks.start * RESTART : blocks.stop * RESTART])
-  owner = step_class[blocks.start * RESTART : blocks.stop * RESTART]
+  owner = row_group[blocks.start * RESTART : blocks.stop * RESTART]
   missing = len(blocks) * RESTART - len(rows)
-  nothing = -1  # the last class, which codes nothing
+  nothing = -1  # the last row group, which codes nothing
   owner = np.pad(owner.astype(np.int64), (0, missing), constant_values=nothing)
   columns = -levels.shape[1] % lanes
   if missing or columns:
@@ -349,7 +358,7 @@ def _encoded(
     rows: indices, [blocks · RESTART, D and padding].
     symbols: their symbols, of the same shape.
     quantizer: their quantisers, of the same shape.
-    owner: class of each row, [blocks · RESTART].
+    owner: row group of each row, [blocks · RESTART].
     model: the distributions.
   """
   frequency, below, _ = model.tables
@@ -403,9 +412,9 @@ def _encoded(
   return coded, used.reshape(blocks, width).astype(np.uint32)
 
 
-def decode_integers(
+def _decode_integers(
   parts: Mapping[str, np.ndarray],
-  step_class: np.ndarray,
+  row_group: np.ndarray,
   model: Distributions,
   columns: int,
   first: int,
@@ -413,13 +422,13 @@ def decode_integers(
 ) -> np.ndarray:
   """Rows `first` to `last` of the integers, from the restart blocks that hold them."""
   start, stop = first // RESTART, -(-last // RESTART)
-  found = decode_blocks(parts, step_class, model, columns, np.arange(start, stop))
+  found = _decode_blocks(parts, row_group, model, columns, np.arange(start, stop))
   return found.reshape(-1, columns)[first - start * RESTART : last - start * RESTART]
 
 
-def decode_blocks(
+def _decode_blocks(
   parts: Mapping[str, np.ndarray],
-  step_class: np.ndarray,
+  row_group: np.ndarray,
   model: Distributions,
   columns: int,
   blocks: np.ndarray,
@@ -436,7 +445,7 @@ def decode_blocks(
   out = np.empty((len(blocks), RESTART, columns), np.int32)
   lanes = model.lanes
   groups = -(-columns // lanes)
-  classes = np.pad(step_class, (0, -len(step_class) % RESTART)).reshape(-1, RESTART)
+  row_groups = np.pad(row_group, (0, -len(row_group) % RESTART)).reshape(-1, RESTART)
   for at in range(0, len(blocks), model.at_once):
     chosen = blocks[at : at + model.at_once]
     count = len(chosen)
@@ -450,15 +459,15 @@ def decode_blocks(
     some = np.concatenate([*coded, np.zeros(1, np.uint32)]).astype(np.int64)
     state = some[pointer] << 32 | some[pointer + 1]
     pointer += 2
-    owner = classes[chosen].astype(np.int64)
-    # Rows behind the last have a class of their own, which codes nothing.
-    owner[(chosen[:, None] * RESTART + np.arange(RESTART)) >= len(step_class)] = -1
+    owner = row_groups[chosen].astype(np.int64)
+    # Rows behind the last have a row group of their own, which codes nothing.
+    owner[(chosen[:, None] * RESTART + np.arange(RESTART)) >= len(row_group)] = -1
     by_group = lambda x: x.reshape(*x.shape[:-1], groups, lanes)
     which, bits = by_group(distribution), by_group(shift)
     result = np.empty((RESTART, groups, count, lanes), np.int32)
     mask = 2**PRECISION - 1
     far = _Escapes(parts, chosen)
-    trellis, lane = np.zeros((count, lanes), np.uint8), np.arange(lanes)
+    quantizer_state, lane = np.zeros((count, lanes), np.uint8), np.arange(lanes)
     for row in range(RESTART):
       own = owner[:, row]
       if (own < 0).all():
@@ -471,7 +480,7 @@ def decode_blocks(
           remainder = state & (1 << low) - 1
           state = state >> low
         slot = state & mask
-        quantizer = trellis & 1 if len(which) > 1 else 0
+        quantizer = quantizer_state & 1 if len(which) > 1 else 0
         of = which[quantizer, own[:, None], group, lane].ravel()
         symbol = symbols_of[(of << PRECISION) + slot]
         index = of * SYMBOLS + symbol
@@ -484,7 +493,7 @@ def decode_blocks(
         if escaped.any():
           level[escaped] = far.next(escaped)
         if len(which) > 1:
-          trellis = NEXT_STATE[trellis, level & 1]
+          quantizer_state = NEXT_STATE[quantizer_state, level & 1]
           level = 2 * level - np.sign(level) * quantizer
         result[row, group] = level
         short = np.flatnonzero(state < LOWEST)
@@ -527,69 +536,69 @@ class _Escapes:
 
 PARTS = ("words", "lengths", "escapes", "escape_counts", "sums")
 SIZE_OF_HEADER = 1600
-"""Bytes of a header and of the distribution of classes, about."""
+"""Bytes of a header and of the distribution of row groups, about."""
 
 STORED_AS_THEY_ARE = ("words", "sums")
 """Parts that zlib cannot make smaller."""
 
 
-def encode(quantized: Any, progress: Callable[[float], None] = lambda part: None) -> dict:
+def encode_table(coded: Any, progress: Callable[[float], None] = lambda part: None) -> dict:
   """A quantised table as arrays of bytes by the names of its parts.
 
   Args:
-    quantized: a `QuantizedTable`, or another object with its five arrays.
+    coded: a `CodedTable`, or another object with its five arrays.
     progress: is called with the part that is done.
   """
   # Read a part of the rows at a time, as is what holds them in fewer bits.
-  levels = quantized.levels
-  step_class = np.asarray(quantized.step_class, np.uint8)
-  classes, (rows, columns) = len(quantized.steps), levels.shape
-  model, _ = distributions_of(levels, step_class, classes)
-  parts = encode_integers(levels, step_class, model, progress)
-  width = min(WIDTH_OF_CLASSES, rows)
-  of_rows = np.pad(step_class.astype(np.int32), (0, -rows % width), mode="edge").reshape(-1, width)
+  levels = coded.levels
+  row_group = np.asarray(coded.row_group, np.uint8)
+  row_groups, (rows, columns) = len(coded.steps), levels.shape
+  model, _ = distributions_of(levels, row_group, row_groups)
+  parts = _encode_integers(levels, row_group, model, progress)
+  width = min(WIDTH_OF_ROW_GROUPS, rows)
+  of_rows = np.pad(row_group.astype(np.int32), (0, -rows % width), mode="edge").reshape(-1, width)
   class_model, _ = distributions_of(of_rows, np.zeros(len(of_rows), np.uint8), 1, 1, most=1)
-  class_parts = encode_integers(of_rows, np.zeros(len(of_rows), np.uint8), class_model)
+  class_parts = _encode_integers(of_rows, np.zeros(len(of_rows), np.uint8), class_model)
   arrays = {name: parts[name] for name in PARTS}
   arrays |= {f"class_{name}": class_parts[name] for name in PARTS}
-  arrays |= _small(quantized, model) | {"class_frequencies": class_model.frequencies}
+  arrays |= _small(coded, model) | {"class_frequencies": class_model.frequencies}
   stored, entries = _stored(arrays)
   header = {"format": FORMAT, "version": VERSION, "rows": rows, "columns": columns}
-  header |= {"classes": classes, "restart": RESTART, "lanes": model.lanes, "parts": entries}
+  header |= {"classes": row_groups, "restart": RESTART, "lanes": model.lanes, "parts": entries}
   text = json.dumps(header, sort_keys=True)
   sealed = json.dumps({"crc32": zlib.crc32(text.encode()), "header": header}, sort_keys=True)
   return {"header": np.frombuffer(sealed.encode(), np.uint8)} | stored
 
 
-def coded_bytes(quantized: Any, rows: int | None = None, quantizers: int = 2) -> int:
-  """Bytes that `encode` needs for a table, about, without coding it.
+def coded_bytes(coded: Any, rows: int | None = None, quantizers: int = 2) -> int:
+  """Bytes that `encode_table` needs for a table, about, without coding it.
 
   Args:
-    quantized: the table, or some of its rows.
+    coded: the table, or some of its rows.
     rows: rows of the table that these stand for; None: these are all.
-    quantizers: 1 if the integers are not those of the trellis.
+    quantizers: 1 if the integers are not those of the dependent quantiser.
   """
-  levels, step_class = quantized.levels, np.asarray(quantized.step_class)
-  model, bits = distributions_of(levels, step_class, len(quantized.steps), quantizers)
-  share = np.unique(step_class, return_counts=True)[1] / len(levels)
+  levels, row_group = coded.levels, np.asarray(coded.row_group)
+  model, bits = distributions_of(levels, row_group, len(coded.steps), quantizers)
+  share = np.unique(row_group, return_counts=True)[1] / len(levels)
   bits -= len(levels) * (share * np.log2(share)).sum()
   rows = rows or len(levels)
   bits *= rows / len(levels)
   # A lane has a state of 64 bits, of which 33 say something, and a length; a block a checksum.
   bits += -(-rows // RESTART) * (model.lanes * (31 + 12) + 32)
-  small = sum(array.nbytes for array in _stored(_small(quantized, model))[0].values())
+  small = sum(array.nbytes for array in _stored(_small(coded, model))[0].values())
   return int(bits / 8 + small + SIZE_OF_HEADER)
 
 
-def _small(quantized, model):
+def _small(coded, model):
   """The parts of which nothing depends on the number of rows."""
   return {
     "frequencies": model.frequencies,
     "distribution": model.distribution,
     "shift": model.shift,
-    "steps": np.asarray(quantized.steps, np.float32),
-    "mean": np.asarray(quantized.mean, np.float32),
-    "inverse": np.asarray(quantized.inverse),
+    "steps": np.asarray(coded.steps, np.float32),
+    "mean": np.asarray(coded.mean, np.float32),
+    "inverse": np.asarray(coded.inverse),
   }
 
 
@@ -616,14 +625,14 @@ class CompressedTable:
   Attributes:
     shape: (V, D).
     nbytes: bytes of all parts.
-    step_class: class of each row, [V].
-    steps: step of each class, [C].
+    row_group: row group of each row, [V].
+    steps: step of each row group, [C].
     inverse: map from integers to rows, [D, D].
     mean: row that is added to each, [D].
   """
 
   def __init__(self, stored: Mapping[str, np.ndarray]):
-    """Read the arrays that `encode` returned.
+    """Read the arrays that `encode_table` returned.
 
     Raises:
       DamagedTableError: a part is not as it was written.
@@ -633,15 +642,15 @@ class CompressedTable:
     self.shape = header["rows"], header["columns"]
     arrays = {name: _part(name, stored, entry) for name, entry in header["parts"].items()}
     rows = self.shape[0]
-    width = min(WIDTH_OF_CLASSES, rows)
+    width = min(WIDTH_OF_ROW_GROUPS, rows)
     height = -(-rows // width)
     zeros = np.zeros((1, width), np.uint8)
     try:
       class_model = Distributions(arrays["class_frequencies"], zeros[None], zeros)
       class_parts = {name: arrays[f"class_{name}"] for name in PARTS}
       owner = np.zeros(height, np.uint8)
-      classes = decode_integers(class_parts, owner, class_model, width, 0, height)
-      self.step_class = classes.ravel()[:rows].astype(np.uint8)
+      row_groups = _decode_integers(class_parts, owner, class_model, width, 0, height)
+      self.row_group = row_groups.ravel()[:rows].astype(np.uint8)
       self.steps, self.mean, self.inverse = (arrays[n] for n in ("steps", "mean", "inverse"))
       self._model = Distributions(arrays["frequencies"], arrays["distribution"], arrays["shift"])
       self._parts = {name: arrays[name] for name in PARTS}
@@ -657,24 +666,24 @@ class CompressedTable:
       )
     if first == last:
       return np.empty((0, self.shape[1]), np.int32)
-    return decode_integers(self._parts, self.step_class, self._model, self.shape[1], first, last)
+    return _decode_integers(self._parts, self.row_group, self._model, self.shape[1], first, last)
 
   def rows(self, first: int = 0, last: int | None = None) -> np.ndarray:
     """Rows `first` to `last` of the table, float32."""
     levels = self.levels(first, last)
-    return self._composed(levels, self.step_class[first : first + len(levels)])
+    return self._composed(levels, self.row_group[first : first + len(levels)])
 
   def blocks_of_rows(self, blocks: np.ndarray) -> np.ndarray:
     """The rows of the given blocks of `RESTART` rows, float32 [N, RESTART, D].
 
     What is behind the last row of the table is not a row.
     """
-    levels = decode_blocks(self._parts, self.step_class, self._model, self.shape[1], blocks)
+    levels = _decode_blocks(self._parts, self.row_group, self._model, self.shape[1], blocks)
     ids = (blocks[:, None] * RESTART + np.arange(RESTART)).clip(max=self.shape[0] - 1)
-    return self._composed(levels, self.step_class[ids])
+    return self._composed(levels, self.row_group[ids])
 
-  def _composed(self, levels, step_class):
-    scaled = levels.astype(np.float32) * self.steps[step_class][..., None]
+  def _composed(self, levels, row_group):
+    scaled = levels.astype(np.float32) * self.steps[row_group][..., None]
     return scaled @ self.inverse.astype(np.float32) + self.mean
 
   def blocks(self, size: int = 256 * RESTART) -> Iterator[np.ndarray]:

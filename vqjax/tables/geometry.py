@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
+__all__ = ["Spectrum", "nearest_rows", "norms", "spectrum", "untrained"]
+
 TILE = 2**14
 """Rows that are widened at a time."""
 
@@ -70,7 +72,7 @@ def spectrum(table: Float[np.ndarray, "V D"]) -> Spectrum:
   return Spectrum(eigenvalues, float(mean @ mean / (np.trace(square) / len(table))))
 
 
-def nearest(
+def nearest_rows(
   table: Float[np.ndarray, "V D"], tokens: Sequence[int], k: int
 ) -> tuple[Int[np.ndarray, "n k"], Float[np.ndarray, "n k"]]:
   """The k tokens whose rows have the largest cosines with those of `tokens`, and the cosines.

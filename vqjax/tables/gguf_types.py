@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, Num, UInt8
 
-from vqjax.tables.grids import Grid, check_rows, fit
+from vqjax.tables.grids import LevelGrid, check_rows, fit_grid
+
+__all__ = ["encode_blocks"]
 
 NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The levels of IQ4_NL."""
@@ -21,7 +23,7 @@ ONE_SIGN = (0.94, 0.97, 1.0, 1.015)
 """Scales that are tried for many levels."""
 
 
-class Blocks(NamedTuple):
+class RowBlocks(NamedTuple):
   """Rows in blocks.
 
   Attributes:
@@ -51,8 +53,8 @@ class BlockType:
 
   block: int
   bytes: int
-  grid: Grid
-  rounded: Callable[[np.ndarray], Blocks]
+  grid: LevelGrid
+  rounded: Callable[[np.ndarray], RowBlocks]
   layout: Callable[[np.ndarray, np.ndarray | None, np.ndarray], list[np.ndarray]]
   coded: Callable[[np.ndarray], np.ndarray] | None = None
 
@@ -80,7 +82,7 @@ def block_type(name: str, dim: int) -> BlockType:
   return kind
 
 
-def encode(
+def encode_blocks(
   name: str, rows: Num[np.ndarray, "R D"], metric: Num[np.ndarray, "D D"] | None = None
 ) -> UInt8[np.ndarray, "R n"]:
   """The bytes of rows in a block type.
@@ -88,8 +90,8 @@ def encode(
   Args:
     name: one of `TYPES`.
     rows: the rows.
-    metric: the rows are fitted in this metric, as `grids.fit` does; None: each number is rounded as
-      llama.cpp does without an importance matrix.
+    metric: the rows are fitted in this metric, as `grids.fit_grid` does; None: each number is
+      rounded as llama.cpp does without an importance matrix.
 
   Raises:
     ValueError: the type is unknown or does not suit the width, or numbers are not finite.
@@ -99,27 +101,27 @@ def encode(
   kind = block_type(name, rows.shape[1])
   plain = kind.rounded(rows)
   if metric is None:
-    return _packed(kind, plain)
+    return _block_bytes(kind, plain)
   unit = scale = factor = None
   if kind.has_factors:
     # The feedback of errors may make a group larger than it was: factors get a tenth of headroom.
     scale = (np.float32(1.1) * plain.scale.astype(np.float32)).astype(np.float16)
     unit = np.repeat(scale.astype(np.float32), kind.block // kind.grid.group, axis=1)
-  found = fit(rows, kind.grid, metric, unit=unit)
+  found = fit_grid(rows, kind.grid, metric, unit=unit)
   if kind.has_factors:
     factor = np.rint(np.divide(found.scale, unit, out=np.zeros_like(unit), where=unit != 0))
     factor = factor.astype(np.int8)
   else:
     scale = found.scale.astype(np.float16)
-  fitted = Blocks(scale, factor, found.level)
+  fitted = RowBlocks(scale, factor, found.level)
   # Some rows are on a grid as they are, which the search may miss.
   errors = [_error(kind, blocks, rows, metric) for blocks in (plain, fitted)]
   is_better_R1 = (errors[1] < errors[0])[:, None]
   choose = lambda new, old: None if new is None else np.where(is_better_R1, new, old)
-  return _packed(kind, Blocks(*map(choose, fitted, plain)))
+  return _block_bytes(kind, RowBlocks(*map(choose, fitted, plain)))
 
 
-def _error(kind: BlockType, blocks: Blocks, rows: np.ndarray, metric: np.ndarray) -> np.ndarray:
+def _error(kind: BlockType, blocks: RowBlocks, rows: np.ndarray, metric: np.ndarray) -> np.ndarray:
   """The error of each row in a metric."""
   scale = blocks.scale.astype(np.float32)
   if blocks.factor is not None:
@@ -141,20 +143,22 @@ def _largest(blocks: np.ndarray) -> np.ndarray:
   return np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)
 
 
-def _rounded_8_bits(rows: np.ndarray) -> Blocks:
+def _rounded_8_bits(rows: np.ndarray) -> RowBlocks:
   blocks = rows.reshape(len(rows), -1, 32)
   scale = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
   level = _round_half_away(blocks * _inverse(scale))
-  return Blocks(scale[..., 0].astype(np.float16), None, level.reshape(rows.shape).astype(np.int16))
+  return RowBlocks(
+    scale[..., 0].astype(np.float16), None, level.reshape(rows.shape).astype(np.int16)
+  )
 
 
-def _rounded_from_largest(rows: np.ndarray, most: int) -> Blocks:
+def _rounded_from_largest(rows: np.ndarray, most: int) -> RowBlocks:
   """The largest number of a block is on the level -most."""
   blocks = rows.reshape(len(rows), -1, 32)
   scale = _largest(blocks) / np.float32(-most)
   code = np.trunc(blocks * _inverse(scale) + np.float32(most + 0.5)).clip(0, 2 * most - 1)
   level = code.reshape(rows.shape).astype(np.int16) - most
-  return Blocks(scale[..., 0].astype(np.float16), None, level)
+  return RowBlocks(scale[..., 0].astype(np.float16), None, level)
 
 
 def _best_scale(blocks: np.ndarray, inverses: list[np.ndarray], nearest) -> np.ndarray:
@@ -175,17 +179,17 @@ def _nearest_non_linear(x: np.ndarray) -> np.ndarray:
   return levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, x, side="right")]
 
 
-def _rounded_non_linear(rows: np.ndarray) -> Blocks:
+def _rounded_non_linear(rows: np.ndarray) -> RowBlocks:
   blocks = rows.reshape(len(rows), -1, 32)
   largest = _inverse(_largest(blocks))
   # The first one puts the largest number on 127, the others put it near -127.
   tried = [np.float32(127) * largest, *((np.float32(n - 127) * largest) for n in range(-7, 8))]
   scale = _best_scale(blocks, tried, _nearest_non_linear)
   level = _nearest_non_linear(blocks * _inverse(scale)).reshape(rows.shape).astype(np.int16)
-  return Blocks(scale[..., 0].astype(np.float16), None, level)
+  return RowBlocks(scale[..., 0].astype(np.float16), None, level)
 
 
-def _rounded_6_bits(rows: np.ndarray) -> Blocks:
+def _rounded_6_bits(rows: np.ndarray) -> RowBlocks:
   groups = rows.reshape(len(rows), -1, 16, 16)
   largest = _inverse(_largest(groups))
   order = [0, *(n for n in range(-9, 10) if n)]
@@ -197,13 +201,13 @@ def _rounded_6_bits(rows: np.ndarray) -> Blocks:
   factor = np.minimum(np.rint(inverse * scale), 127)
   step = unit.astype(np.float32) * factor
   level = np.rint(groups * _inverse(step)[..., None]).clip(-32, 31)
-  return Blocks(
+  return RowBlocks(
     unit[..., 0], factor.reshape(len(rows), -1).astype(np.int8),
     level.reshape(rows.shape).astype(np.int16),
   )  # fmt: skip
 
 
-def _packed(kind: BlockType, blocks: Blocks) -> np.ndarray:
+def _block_bytes(kind: BlockType, blocks: RowBlocks) -> np.ndarray:
   """The bytes of blocks, [R, n]."""
   level = blocks.level.reshape(-1, kind.block)
   scale = np.ascontiguousarray(blocks.scale.astype("<f2")).reshape(-1, 1).view(np.uint8)
@@ -235,28 +239,28 @@ def _parts_of_6_bits(code: np.ndarray) -> list[np.ndarray]:
 
 TYPES = {
   "Q4_0": BlockType(
-    32, 18, Grid(tuple(range(-8, 8)), 32, factors=BOTH_SIGNS),
+    32, 18, LevelGrid(tuple(range(-8, 8)), 32, factors=BOTH_SIGNS),
     rounded=lambda rows: _rounded_from_largest(rows, 8),
     layout=lambda code, _, scale: [scale, *_parts_of_4_bits(code)],
   ),
   "IQ4_NL": BlockType(
-    32, 18, Grid(NON_LINEAR, 32, factors=BOTH_SIGNS),
+    32, 18, LevelGrid(NON_LINEAR, 32, factors=BOTH_SIGNS),
     rounded=_rounded_non_linear,
     layout=lambda code, _, scale: [scale, *_parts_of_4_bits(code)],
     coded=lambda level: np.searchsorted(np.asarray(NON_LINEAR), level),
   ),
   "Q5_0": BlockType(
-    32, 22, Grid(tuple(range(-16, 16)), 32, factors=BOTH_SIGNS),
+    32, 22, LevelGrid(tuple(range(-16, 16)), 32, factors=BOTH_SIGNS),
     rounded=lambda rows: _rounded_from_largest(rows, 16),
     layout=lambda code, _, scale: [scale, *_parts_of_5_bits(code)],
   ),
   "Q6_K": BlockType(
-    256, 210, Grid(tuple(range(-32, 32)), 16, factors=(*ONE_SIGN, -1.02)),
+    256, 210, LevelGrid(tuple(range(-32, 32)), 16, factors=(*ONE_SIGN, -1.02)),
     rounded=_rounded_6_bits,
     layout=lambda code, factor, scale: [*_parts_of_6_bits(code), factor, scale],
   ),
   "Q8_0": BlockType(
-    32, 34, Grid(tuple(range(-127, 128)), 32, factors=ONE_SIGN),
+    32, 34, LevelGrid(tuple(range(-127, 128)), 32, factors=ONE_SIGN),
     rounded=_rounded_8_bits,
     layout=lambda code, _, scale: [scale, code],
     # Two's complement.

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Num
 
+__all__ = ["LevelGrid", "fit_grid"]
+
 CHUNK = 1024
 """Rows that are fitted at a time; the working set of a search stays in a cache of a few MB."""
 
@@ -20,7 +22,7 @@ SEARCHED = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class LevelGrid:
   """Numbers that a scale times one of a few levels can be.
 
   Attributes:
@@ -71,7 +73,7 @@ def check_rows(rows: Num[np.ndarray, "R D"], name: str = "rows") -> None:
     )
 
 
-def check_metric(metric: Num[np.ndarray, "D D"], dim: int) -> np.ndarray:
+def _check_metric(metric: Num[np.ndarray, "D D"], dim: int) -> np.ndarray:
   """A metric as float64; ValueError unless it is a positive definite matrix of width `dim`."""
   metric = np.asarray(metric, np.float64)
   if metric.shape != (dim, dim):
@@ -92,9 +94,9 @@ def check_metric(metric: Num[np.ndarray, "D D"], dim: int) -> np.ndarray:
   return metric
 
 
-def fit(
+def fit_grid(
   rows: Num[np.ndarray, "R D"],
-  grid: Grid,
+  grid: LevelGrid,
   metric: Num[np.ndarray, "D D"],
   *,
   unit: Num[np.ndarray, "R G"] | None = None,
@@ -115,7 +117,7 @@ def fit(
     passes: sweeps of single changes.
   """
   dim = rows.shape[1]
-  metric = check_metric(metric, dim)
+  metric = _check_metric(metric, dim)
   # The row j of this factor has the feedback of an error in column j on the columns after it.
   upper = np.linalg.cholesky(np.linalg.inv(metric)).T.astype(np.float32)
   constants = jnp.asarray(metric, jnp.float32), jnp.asarray(np.ascontiguousarray(upper))
@@ -136,7 +138,7 @@ def fit(
 
 
 @functools.partial(jax.jit, static_argnames=("grid", "passes"))
-def _fit(rows_DR, unit_GR, metric_DD, upper_DD, *, grid: Grid, passes: int):
+def _fit(rows_DR, unit_GR, metric_DD, upper_DD, *, grid: LevelGrid, passes: int):
   """Scales [G, R] and levels [D, R]; rows are columns here, so that all loops run along them."""
   round_scale = functools.partial(_rounded_scale, dtype=jnp.dtype(grid.scale_dtype))
   units = lambda at: None if unit_GR is None else unit_GR[at]
@@ -153,7 +155,7 @@ def _rounded_scale(scale, unit, dtype):
   return unit * jnp.clip(jnp.round(scale / jnp.where(unit == 0, 1, unit)), -127, 127)
 
 
-def _nearest(x, grid: Grid):
+def _nearest(x, grid: LevelGrid):
   """The level that is nearest to each number."""
   levels = grid.levels
   if grid.is_uniform:
@@ -170,7 +172,7 @@ def _divided(x, scale):
   return x * jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
 
 
-def _tried(block_gR, grid: Grid):
+def _tried(block_gR, grid: LevelGrid):
   """Scales that are tried for a group, [K, R]."""
   at = jnp.abs(block_gR).argmax(0)
   largest_R = jnp.take_along_axis(block_gR, at[None], axis=0)
@@ -179,7 +181,7 @@ def _tried(block_gR, grid: Grid):
   return first_R * jnp.asarray(grid.factors, jnp.float32)[:, None]
 
 
-def _feed_back(rows_DR, units, metric_DD, upper_DD, grid: Grid, round_scale):
+def _feed_back(rows_DR, units, metric_DD, upper_DD, grid: LevelGrid, round_scale):
   """Round the columns in their order; return scales and levels."""
   dim, count = rows_DR.shape
   group = grid.group
@@ -231,7 +233,7 @@ def _feed_back(rows_DR, units, metric_DD, upper_DD, grid: Grid, round_scale):
   return scale_GR, level_DR
 
 
-def _sweep(state, *, rows_DR, units, metric_DD, grid: Grid, round_scale):
+def _sweep(state, *, rows_DR, units, metric_DD, grid: LevelGrid, round_scale):
   """Change each scale, then each level of its group, to the best value with all else as it is."""
   group = grid.group
   scale_GR, level_DR = state

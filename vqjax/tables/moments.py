@@ -11,7 +11,9 @@ import safetensors.numpy
 from jaxtyping import Float
 from safetensors import SafetensorError
 
-from vqjax.tables.files import save_file
+from vqjax.tables.atomic_files import save_file
+
+__all__ = ["SHRINKAGE", "Moments"]
 
 FIELDS = "hidden", "counts", "tokens", "inputs"
 """Tensors of a file; `inputs` may be missing."""

@@ -2,9 +2,9 @@
 
 This file imports only PyTorch and safetensors, so it may be copied to a machine without JAX:
 
-  from vqjax.tables.torch_reader import CompactEmbedding
+  from vqjax.tables.torch_reader import TorchCompactEmbedding
 
-  small = CompactEmbedding("small.safetensors")
+  small = TorchCompactEmbedding("small.safetensors")
   vectors = small(tokens)           # [*B, D]
   scores = small.scores(hidden)     # [*B, V], with the trained bias
 """
@@ -16,6 +16,8 @@ import zlib
 import torch
 from safetensors import SafetensorError, safe_open
 
+__all__ = []
+
 FORMAT = "vqjax-compact-embedding"
 VERSION = "2"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -24,13 +26,13 @@ TILE = 4096
 """Rows that are unpacked at a time, so that a table [V, D] never exists."""
 
 
-class CompactEmbedding(torch.nn.Module):
+class TorchCompactEmbedding(torch.nn.Module):
   """The vectors of a compact file, and the scores of a head with these vectors.
 
   The arrays are buffers: `to` moves them, and no optimiser trains them. The codes stay packed.
 
   Attributes:
-    data: uint8, the packed codes.
+    data: uint8, the bit-packed codes.
     values: float32 [M or 1, K, C], from which the codes choose.
     bias: float32 [V], the trained output bias, or None.
     vocab: number of tokens, V.

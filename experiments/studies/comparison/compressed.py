@@ -9,20 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from experiments.studies.measure import held_out_scores
+from experiments.studies.held_out import held_out_scores
 from vqjax import tables
 from vqjax.convert import part_of, with_part
-from vqjax.heads import QuantizedHead
+from vqjax.heads import PackedHead
 from vqjax.lab.config import Experiment
-from vqjax.lab.conversion import Distilled
-from vqjax.lab.training import read_variables
-from vqjax.lab.training.run import EncodedText, load_text
+from vqjax.lab.starting_points import Distilled
+from vqjax.lab.training import read_run_variables
+from vqjax.lab.training.run_folder import EncodedText, load_text
 from vqjax.lab.training.step import carried
 from vqjax.lm.models import LanguageModel
 from vqjax.tables import container
 
 
-class Table(NamedTuple):
+class TrainedTable(NamedTuple):
   """A trained table and what is to become of it.
 
   Attributes:
@@ -65,7 +65,7 @@ class Table(NamedTuple):
     return self.model.clone(head=head, embedding=embedding), with_part(variables, "embedding", rows)
 
 
-Method = Callable[[Table], tuple[nn.Module, dict, int]]
+Method = Callable[[TrainedTable], tuple[nn.Module, dict, int]]
 """table -> the model of inference, its variables, and the bytes of the table and the biases."""
 
 HIDDEN_STATES = 2**17
@@ -92,14 +92,14 @@ class InFile:
   within: float = 0.002
   version: int = dataclasses.field(default=container.VERSION, init=False)
 
-  def __call__(self, table: Table) -> tuple[nn.Module, dict, int]:
+  def __call__(self, table: TrainedTable) -> tuple[nn.Module, dict, int]:
     """The model with the rows that the file has; see `Method`."""
     weight, size = table.weight, table.size
     vocab, dim = weight.shape
     step, best = 0.1, None
     for _ in range(12):
       quantized = tables.quantize(weight, table.moments, step)
-      used = sum(part.nbytes for part in container.encode(quantized).values()) + 2 * vocab
+      used = sum(part.nbytes for part in container.encode_table(quantized).values()) + 2 * vocab
       if used <= size and (best is None or used > best[1]):
         best = quantized, used
         if used >= (1 - self.within) * size:
@@ -116,27 +116,27 @@ class InFile:
 
 @dataclasses.dataclass(frozen=True)
 class InMemory:
-  """A `QuantizedHead`, whose parameters are float16.
+  """A `PackedHead`, whose parameters are float16.
 
   Attributes:
-    classes: number of classes of tokens.
+    classes: number of row groups.
   """
 
   classes: int = 16
 
-  def __call__(self, table: Table) -> tuple[nn.Module, dict, int]:
+  def __call__(self, table: TrainedTable) -> tuple[nn.Module, dict, int]:
     """The model with the packed rows; see `Method`."""
     vocab, dim = table.weight.shape
     # Tokens that are not in the order of their counts have ranks of 2 bytes.
     ranks = 0 if (np.diff(table.moments.counts) <= 0).all() else 2 * vocab
     units = tables.units_of(table.size, vocab, dim, self.classes, 2 * vocab + ranks)
-    packed = tables.pack(table.weight, table.moments, units, classes=self.classes)
+    packed = tables.pack(table.weight, table.moments, units, row_groups=self.classes)
     embedding, rows = packed.embedding()
     rows["params"] = jax.tree.map(half, rows["params"])
     used = embedding.clone(param_dtype=jnp.float16).size().state_bytes + 2 * vocab
     head, _ = packed.head(table.bias)
     if table.is_tied:
-      head = QuantizedHead(vocab, dim, use_bias=True, embedding=embedding)
+      head = PackedHead(vocab, dim, use_bias=True, embedding=embedding)
     return *table.replaced(rows, head, embedding), used
 
 
@@ -204,7 +204,9 @@ class _Mean:
     return self.total / self.count
 
 
-def measure(experiment: Experiment, folder: str, method: Method, divisor: int) -> dict[str, Any]:
+def measure_compressed(
+  experiment: Experiment, folder: str, method: Method, divisor: int
+) -> dict[str, Any]:
   """Scores of a trained model whose table and biases are compressed to a part of their bytes.
 
   Args:
@@ -215,12 +217,12 @@ def measure(experiment: Experiment, folder: str, method: Method, divisor: int) -
   """
   text = load_text(experiment)
   model = text.experiment.model
-  variables, _ = read_variables(folder)
+  variables, _ = read_run_variables(folder)
   if isinstance(model, Distilled):
     model, variables = model.student, part_of(variables, "student")
   tied = model.head.embedding
   whole = model.head.size().state_bytes + (0 if tied is None else tied.size().state_bytes)
-  table = Table(model, variables, moments_of(model, variables, text), whole // divisor)
+  table = TrainedTable(model, variables, moments_of(model, variables, text), whole // divisor)
   model, variables, used = method(table)
   result: dict[str, Any] = held_out_scores(model, variables, text)
   result["head"] = {"class": type(model.head).__name__, "state_bytes": used}

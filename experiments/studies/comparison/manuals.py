@@ -8,9 +8,9 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-from experiments.gemma import long_lines, plain
+from experiments.gemma_compression import long_lines, plain
 from vqjax.lab.data import Source
-from vqjax.lab.data.files import content_hash
+from vqjax.lab.data.corpus_files import content_hash
 from vqjax.lab.data.source import SPLITS
 
 PAGES = pathlib.Path("/usr/share/man")

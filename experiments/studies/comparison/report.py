@@ -12,9 +12,15 @@ import scipy.stats
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from experiments.studies import page
-from experiments.studies.comparison.rows import SCALES, Row, Setting, deployed, rows
-from experiments.studies.page import DOCS, Results, Spread
+from experiments.studies import study_page
+from experiments.studies.comparison.rows import (
+  SCALES,
+  ComparisonRow,
+  ComparisonSetting,
+  deployed,
+  rows,
+)
+from experiments.studies.study_page import DOCS, Results, Spread
 from experiments.studies.tuning import ROUNDS
 from vqjax.lab.report import units
 from vqjax.lab.report.plots import byte_axis, label_points
@@ -88,11 +94,11 @@ def from_reference(results: Results, row: str, reference: str) -> Interval | Non
 
 
 def _nats(results: Results, row: str) -> dict[int, float]:
-  runs = page.finished(results, row)
+  runs = study_page.finished_results(results, row)
   return {seed: run["test"]["nats_per_token"] for seed, run in runs.items()}
 
 
-def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
+def head_bytes(row: ComparisonRow, result: Mapping[str, Any], s: ComparisonSetting) -> int:
   """Bytes of the head that inference needs, a tied table included.
 
   Args:
@@ -109,7 +115,9 @@ def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
   return deployed(head).clone(vocab=vocab).size().state_bytes
 
 
-def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFrame:
+def comparison_table(
+  results: Results, s: ComparisonSetting, costs: Mapping[str, Any]
+) -> pd.DataFrame:
   """The heads that were run, by test perplexity, with what they cost.
 
   Args:
@@ -118,7 +126,7 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
     costs: figures of the benchmark "compared" for the setting; {} without.
   """
   reference = s.rows[0]
-  of_reference = page.finished(results, f"{s.name}/{reference}")
+  of_reference = study_page.finished_results(results, f"{s.name}/{reference}")
   shown = []
   for row, runs in _ranked(results, s):
     one = next(iter(runs.values()))
@@ -146,7 +154,7 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
   return _with_gaps(shown)
 
 
-def runs_table(results: Results, s: Setting) -> pd.DataFrame:
+def runs_table(results: Results, s: ComparisonSetting) -> pd.DataFrame:
   """The runs behind the ranks, in their order, and where each head starts."""
   at_start = results.get(f"{s.name}/starts", {"nats": {}})["nats"]
   shown = []
@@ -172,9 +180,11 @@ def runs_table(results: Results, s: Setting) -> pd.DataFrame:
   return _with_gaps(shown)
 
 
-def _ranked(results: Results, s: Setting) -> list[tuple[Row, dict[int, dict[str, Any]]]]:
+def _ranked(
+  results: Results, s: ComparisonSetting
+) -> list[tuple[ComparisonRow, dict[int, dict[str, Any]]]]:
   """The rows that were run and their runs by seed, the lowest mean perplexity first."""
-  every = [(row, page.finished(results, f"{s.name}/{row.name}")) for row in rows(s)]
+  every = [(row, study_page.finished_results(results, f"{s.name}/{row.name}")) for row in rows(s)]
   return sorted([one for one in every if one[1]], key=lambda one: _perplexity(one[1]).mean)
 
 
@@ -188,7 +198,7 @@ def _with_gaps(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
   return frame.astype(object).where(frame.notna(), None)
 
 
-def _steps(row: Row, s: Setting) -> str:
+def _steps(row: ComparisonRow, s: ComparisonSetting) -> str:
   """The training steps of a row, and after a plus those of its teacher or its source."""
   own = "" if row.source is not None else f"{s.train.steps * row.times:,}"
   before = row.source or row.teacher
@@ -200,7 +210,7 @@ def _processor(device: str) -> str:
   return "GPU" if "gpu" in device else "CPU"
 
 
-def hours(results: Results, s: Setting) -> str:
+def hours(results: Results, s: ComparisonSetting) -> str:
   """A sentence on the hours of the trainings and tunings."""
   spent = collections.Counter()
   for name, kept in results.items():
@@ -211,17 +221,17 @@ def hours(results: Results, s: Setting) -> str:
   return f"Trainings and tunings took {' and '.join(parts)}." if parts else units.MISSING
 
 
-def not_run(results: Results, s: Setting) -> str:
+def not_run(results: Results, s: ComparisonSetting) -> str:
   """A sentence on the rows without a result, with their names for `--only`."""
   missing = [
     f"{row.label} (`{s.name}/{row.name}`)"
     for row in rows(s)
-    if not page.finished(results, f"{s.name}/{row.name}")
+    if not study_page.finished_results(results, f"{s.name}/{row.name}")
   ]
   return f"Not run: {'; '.join(missing)}." if missing else "All rows of this table were run."
 
 
-def tunings(results: Results, s: Setting) -> pd.DataFrame:
+def tunings(results: Results, s: ComparisonSetting) -> pd.DataFrame:
   """What each row's tuning chose, and its cost."""
   shown = []
   for row in rows(s):
@@ -248,11 +258,11 @@ def tunings(results: Results, s: Setting) -> pd.DataFrame:
   return pd.DataFrame(shown)
 
 
-def bytes_figure(results: Results, s: Setting) -> Figure | None:
+def compared_bytes_figure(results: Results, s: ComparisonSetting) -> Figure | None:
   """Bytes of the head against test perplexity, by name."""
   points = []
   for row in rows(s):
-    runs = page.finished(results, f"{s.name}/{row.name}").values()
+    runs = study_page.finished_results(results, f"{s.name}/{row.name}").values()
     if runs and (size := head_bytes(row, next(iter(runs)), s)):
       perplexity = statistics.fmean(run["test"]["perplexity"] for run in runs)
       points.append((size, perplexity, row.name))
@@ -274,10 +284,10 @@ def bytes_figure(results: Results, s: Setting) -> Figure | None:
   return figure
 
 
-def _tables(results: Results, s: Setting, docs: pathlib.Path) -> dict[str, pd.DataFrame]:
-  costs = (page.bench(docs, "compared") or {}).get(s.name, {})
+def _tables(results: Results, s: ComparisonSetting, docs: pathlib.Path) -> dict[str, pd.DataFrame]:
+  costs = (study_page.bench(docs, "compared") or {}).get(s.name, {})
   return {
-    "heads": table(results, s, costs),
+    "heads": comparison_table(results, s, costs),
     "runs": runs_table(results, s),
     "tunings": tunings(results, s),
   }
@@ -298,11 +308,11 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   blocks, figures = {}, {}
   for s in SCALES["cpu"]:
     for title, frame in _tables(results, s, docs).items():
-      blocks[f"{s.name}-{title}"] = page.markdown(frame) if len(frame) else units.MISSING
+      blocks[f"{s.name}-{title}"] = study_page.markdown(frame) if len(frame) else units.MISSING
     blocks[f"{s.name}-hours"] = hours(results, s)
     blocks[f"{s.name}-missing"] = not_run(results, s)
-    name, figure = f"comparison-{s.name}.png", bytes_figure(results, s)
+    name, figure = f"comparison-{s.name}.png", compared_bytes_figure(results, s)
     figures[name] = figure
     drawn = f"![Bytes of the head against test perplexity, {s.name}](../images/{name})"
     blocks[f"{s.name}-figure"] = drawn if figure else units.MISSING
-  return page.publish(docs, "comparison", results, blocks, figures)
+  return study_page.publish_page(docs, "comparison", results, blocks, figures)

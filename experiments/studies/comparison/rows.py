@@ -19,8 +19,8 @@ from experiments.studies.lstm import LSTM, SymmetricUniform
 from experiments.studies.tuning import SearchSpace, stretched
 from vqjax import DenseEmbedding, Embedding, Head, assign, convert, heads
 from vqjax.assign import trees
-from vqjax.embeddings import QuantizedEmbedding
-from vqjax.lab import conversion
+from vqjax.embeddings import PackedEmbedding
+from vqjax.lab import starting_points
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import (
   BPETokenizer,
@@ -41,7 +41,7 @@ V = FROM_TOKENIZER
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class ComparisonSetting:
   """A text, a model, a budget, and the compared heads.
 
   Attributes:
@@ -111,7 +111,7 @@ def run_name(row: str, seed: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ComparisonRow:
   """A head, how it begins, and what it learns from.
 
   Attributes:
@@ -141,27 +141,29 @@ class Row:
     """Whether the head's rows are the input vectors."""
     return getattr(self.head(), "embedding", None) is not None
 
-  def experiment(self, s: Setting, seed: int, teacher_seed: int | None = None) -> Experiment:
+  def experiment(
+    self, s: ComparisonSetting, seed: int, teacher_seed: int | None = None
+  ) -> Experiment:
     """The row's run before its tuning; by default the teacher has the run's seed."""
     head, start, train = self.head(), self.start(seed), stretched(s.train, Fraction(self.times))
     embedding = getattr(head, "embedding", None) or DenseEmbedding(V, s.dim, weight_init=s.inputs)
     model = s.body(embedding, head)
     if self.teacher is not None:
-      model = conversion.Distilled(model, self.teacher.experiment(s, seed).model)
+      model = starting_points.Distilled(model, self.teacher.experiment(s, seed).model)
       folder = s.path(self.teacher.name, seed if teacher_seed is None else teacher_seed)
-      start = conversion.FromTeacher(folder, start)
+      start = starting_points.FromTeacher(folder, start)
       train = dataclasses.replace(train, trainable=("student",))
     return Experiment(self.name, model, s.data, s.tokenizer, s.loader, train, seed, init_from=start)
 
 
-def rows(s: Setting) -> list[Row]:
+def rows(s: ComparisonSetting) -> list[ComparisonRow]:
   """The rows of a setting, in its order."""
   d = s.dim
   dense = lambda: heads.DenseHead(V, d, use_bias=True)
   tied = lambda: heads.DenseHead(V, d, use_bias=True, embedding=DenseEmbedding(V, d))
-  contexts = lambda target: lambda seed: conversion.FromVectors(s.vectors(seed), target(seed))
+  contexts = lambda target: lambda seed: starting_points.FromVectors(s.vectors(seed), target(seed))
   # A bias of its own for each token, which begins at the unigrams.
-  with_unigrams = lambda start: lambda seed: conversion.Unigrams(start=start(seed))
+  with_unigrams = lambda start: lambda seed: starting_points.Unigrams(start=start(seed))
   to_dense = with_unigrams(contexts(lambda seed: convert.ToDense()))
   to_product = with_unigrams(contexts(lambda seed: convert.ToProduct(power=0.5, seed=seed)))
   to_codes = lambda alone: with_unigrams(
@@ -171,7 +173,7 @@ def rows(s: Setting) -> list[Row]:
     contexts(lambda seed: convert.ToResidual(convert.KMeans(power=0.5, alone=0.25, seed=seed)))
   )
   to_low_rank = with_unigrams(contexts(lambda seed: convert.ToLowRank()))
-  exchange = with_unigrams(lambda seed: conversion.Mapped(convert.Brown(token_bias=True)))
+  exchange = with_unigrams(lambda seed: starting_points.Mapped(convert.Brown(token_bias=True)))
   codebook = lambda codes: lambda: heads.CodebookHead(V, d, codes, token_bias=True)
   ordered = lambda: heads.GroupedHead(V, d, use_bias=True, order_init=convert.in_order)
   # All codes but one hold a token each.
@@ -181,10 +183,10 @@ def rows(s: Setting) -> list[Row]:
   to_learned = with_unigrams(
     contexts(lambda seed: convert.ToLearnedProduct(convert.ToProduct(power=0.5, seed=seed)))
   )
-  best = Row("dense-contexts", "full softmax, from contexts", dense, to_dense)
-  shared = Row("tied", "tied full softmax", tied)
-  shared_best = Row("tied-contexts", "tied full softmax, from contexts", tied, to_dense)
-  shared_distilled = Row(
+  best = ComparisonRow("dense-contexts", "full softmax, from contexts", dense, to_dense)
+  shared = ComparisonRow("tied", "tied full softmax", tied)
+  shared_best = ComparisonRow("tied-contexts", "tied full softmax, from contexts", tied, to_dense)
+  shared_distilled = ComparisonRow(
     "tied-distilled",
     "tied full softmax, from contexts, distilled",
     tied,
@@ -192,15 +194,15 @@ def rows(s: Setting) -> list[Row]:
     teacher=shared_best,
   )
   # Of about their size; the measurements make their own.
-  packed, of_rows = heads.QuantizedHead, {"classes": InMemory().classes, "is_ranked": False}
-  embedding = lambda: QuantizedEmbedding(V, d, **of_rows)
+  packed, of_rows = heads.PackedHead, {"row_groups": InMemory().classes, "is_ranked": False}
+  embedding = lambda: PackedEmbedding(V, d, **of_rows)
   every = [
     best,
     *_compressed(best, lambda: packed(V, d, use_bias=True, **of_rows)),
     shared,
     shared_best,
     shared_distilled,
-    Row(
+    ComparisonRow(
       "tied-longer",
       "tied full softmax, from contexts, twice the steps",
       tied,
@@ -212,123 +214,127 @@ def rows(s: Setting) -> list[Row]:
       for source in (shared, shared_best, shared_distilled)
       for row in _compressed(source, lambda: packed(V, d, use_bias=True, embedding=embedding()))
     ),
-    Row("dense", "full softmax", dense),
-    Row(
+    ComparisonRow("dense", "full softmax", dense),
+    ComparisonRow(
       "mixture",
       f"mixture of {s.mixture[0]} softmaxes",
       lambda: heads.MixtureHead(V, d, *s.mixture, use_bias=True),
     ),
-    Row(
+    ComparisonRow(
       "sigsoftmax",
       "sigsoftmax",
       lambda: heads.DenseHead(V, d, use_bias=True, output=heads.SigSoftmax()),
     ),
-    Row(
+    ComparisonRow(
       "product",
       "product codes, from contexts",
       lambda: heads.ProductHead(V, d, *s.product, token_bias=True),
       to_product,
     ),
-    Row(
+    ComparisonRow(
       "product-random",
       "product codes without contexts",
       lambda: heads.ProductHead(V, d, *s.product, token_bias=True),
-      lambda seed: conversion.Unigrams(),
+      lambda seed: starting_points.Unigrams(),
     ),
-    Row("product-learned", "product codes, from contexts, learned", learned, to_learned),
-    Row(
+    ComparisonRow("product-learned", "product codes, from contexts, learned", learned, to_learned),
+    ComparisonRow(
       "product-distilled",
       "product codes, from contexts, learned, distilled",
       learned,
       to_learned,
       teacher=best,
     ),
-    Row(
+    ComparisonRow(
       "dense-distilled",
       "full softmax, from contexts, distilled",
       dense,
       to_dense,
       teacher=best,
     ),
-    Row(
+    ComparisonRow(
       "residual",
       "codebook and low rank, from contexts",
       lambda: heads.ResidualCodebookHead(V, d, *s.residual, token_bias=True),
       to_residual,
     ),
-    Row(
+    ComparisonRow(
       "codebook",
       f"codebook, K={s.codes}, from contexts",
       codebook(s.codes),
       to_codes(0.5),
     ),
-    Row(
+    ComparisonRow(
       "codebook-exchange",
       f"codebook, K={s.small_codes}, exchange on bigrams",
       codebook(s.small_codes),
       exchange,
     ),
-    Row(
+    ComparisonRow(
       "sampled",
       "sampled softmax in training",
       lambda: heads.SampledSoftmaxHead(V, d, samples=s.codes),
     ),
-    Row("adaptive", "adaptive softmax", lambda: heads.AdaptiveHead(V, d, s.cutoffs)),
-    Row(
+    ComparisonRow("adaptive", "adaptive softmax", lambda: heads.AdaptiveHead(V, d, s.cutoffs)),
+    ComparisonRow(
       "low-rank",
       f"low rank, r={s.rank}, from contexts",
       lambda: heads.LowRankHead(V, d, s.rank, use_bias=True),
       to_low_rank,
     ),
-    Row(
+    ComparisonRow(
       "class-based",
       "class-based",
       lambda: heads.ClassBasedHead(V, d, s.classes, assign.contiguous),
     ),
-    Row("hierarchical", "tree", lambda: heads.HierarchicalHead(V, d, zipf_tree)),
-    Row("grouped", "grouped", lambda: heads.GroupedHead(V, d, use_bias=True)),
-    Row(
+    ComparisonRow("hierarchical", "tree", lambda: heads.HierarchicalHead(V, d, zipf_tree)),
+    ComparisonRow("grouped", "grouped", lambda: heads.GroupedHead(V, d, use_bias=True)),
+    ComparisonRow(
       "grouped-frequency",
       "grouped by frequency",
       ordered,
-      lambda seed: conversion.Regrouped(convert.ByFrequency()),
+      lambda seed: starting_points.Regrouped(convert.ByFrequency()),
     ),
-    Row(
+    ComparisonRow(
       "grouped-clusters",
       "grouped by clusters of contexts",
       ordered,
-      lambda seed: conversion.Regrouped(clusters(seed)),
+      lambda seed: starting_points.Regrouped(clusters(seed)),
     ),
-    Row("unshared", "grouped, unshared", lambda: heads.UnsharedGroupedHead(V, d, use_bias=True)),
-    Row(
+    ComparisonRow(
+      "unshared", "grouped, unshared", lambda: heads.UnsharedGroupedHead(V, d, use_bias=True)
+    ),
+    ComparisonRow(
       "dense-unigram",
       "full softmax, bias from unigrams",
       dense,
-      lambda seed: conversion.Unigrams(),
+      lambda seed: starting_points.Unigrams(),
     ),
-    Row(
+    ComparisonRow(
       "seen",
       "full softmax of the tokens in the training text",
       codebook(s.seen + 1),
-      lambda seed: conversion.Mapped(alone(seed)),
+      lambda seed: starting_points.Mapped(alone(seed)),
     ),
   ]
   by_name = {row.name: row for row in every}
   return [by_name[name] for name in s.rows]
 
 
-def _compressed(source: Row, packed: Callable[[], Head]) -> list[Row]:
+def _compressed(source: ComparisonRow, packed: Callable[[], Head]) -> list[ComparisonRow]:
   """The rows of a trained full softmax that is compressed."""
   name, label = source.name, source.label
   return [
-    Row(
+    ComparisonRow(
       f"{name}-file",
       f"{label}, entropy coded in a file",
       source.head,
       source=source,
       method=InFile(),
     ),
-    Row(f"{name}-memory", f"{label}, packed in memory", packed, source=source, method=InMemory()),
+    ComparisonRow(
+      f"{name}-memory", f"{label}, packed in memory", packed, source=source, method=InMemory()
+    ),
   ]
 
 
@@ -340,7 +346,7 @@ def deployed(head: Head) -> Head:
   return heads.ProductHead(*shape, token_bias=head.token_bias)
 
 
-def zipf_tree(vocab: int) -> trees.Tree:
+def zipf_tree(vocab: int) -> trees.BinaryTree:
   """Huffman's tree of a frequency-sorted vocabulary under Zipf's law."""
   return trees.Huffman((10**9 // np.arange(1, vocab + 1)).astype(np.int64))(vocab)
 
@@ -458,7 +464,7 @@ _TINY = {
   "divisor": 2,
 }
 
-_PENN_TREEBANK = Setting(
+_PENN_TREEBANK = ComparisonSetting(
   "ptb",
   PTB,
   HEADLINE,
@@ -493,7 +499,7 @@ _MANUALS = dataclasses.replace(
 
 _SETTINGS = {
   "smoke": (
-    Setting(
+    ComparisonSetting(
       "ptb",
       PTB,
       HEADLINE,
@@ -504,7 +510,7 @@ _SETTINGS = {
       seeds=2,
       tuned_as=_PTB_TUNINGS,
     ),
-    Setting(
+    ComparisonSetting(
       "stories",
       STORIES,
       (),
@@ -519,7 +525,7 @@ _SETTINGS = {
   "cpu": (
     _PENN_TREEBANK,
     _MANUALS,
-    Setting(
+    ComparisonSetting(
       "stories",
       STORIES,
       (),

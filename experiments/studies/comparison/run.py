@@ -17,22 +17,28 @@ from typing import Any
 
 from experiments.studies.comparison import compressed, report
 from experiments.studies.comparison.manuals import Manuals
-from experiments.studies.comparison.rows import SCALES, Row, Setting, rows, run_name
-from experiments.studies.measure import held_out_scores
-from experiments.studies.study import Job, Study, derived, identity_of, trained
+from experiments.studies.comparison.rows import (
+  SCALES,
+  ComparisonRow,
+  ComparisonSetting,
+  rows,
+  run_name,
+)
+from experiments.studies.held_out import held_out_scores
+from experiments.studies.study import Study, StudyJob, derived, training_job, values_identity
 from experiments.studies.tuning import tuned, tuning, with_fields
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.provenance import provenance
-from vqjax.lab.training.run import load_text
+from vqjax.lab.training.run_folder import load_text
 from vqjax.sharding import make_mesh
 
 TUNING_SEED = 100
 """Seed of the tunings, which is not that of a row."""
 
 
-def jobs(scale: str) -> list[Job]:
+def jobs(scale: str) -> list[StudyJob]:
   """All jobs of a scale, each row's tuning before its runs; headline rows first."""
   every = []
   for setting in SCALES[scale]:
@@ -42,7 +48,7 @@ def jobs(scale: str) -> list[Job]:
   return every
 
 
-def _starts(setting: Setting) -> Job:
+def _starts(setting: ComparisonSetting) -> StudyJob:
   """The validation loss of each row before its first step; a distilled row begins as another."""
   trained = [row for row in rows(setting) if row.teacher is None and row.source is None]
   runs = {row.name: row.experiment(setting, 0) for row in trained}
@@ -56,23 +62,23 @@ def _starts(setting: Setting) -> Job:
     return held_out_scores(program.model, variables, text)["valid"]["nats_per_token"]
 
   def identity() -> str:
-    return identity_of({name: config_hash(run) for name, run in runs.items()})
+    return values_identity({name: config_hash(run) for name, run in runs.items()})
 
   def make() -> dict[str, Any]:
     origin = {"status": "finished", "config_hash": identity(), **provenance()}
     return {"result": origin, "nats": {name: nats(run) for name, run in runs.items()}}
 
-  return Job(f"{setting.name}/starts", "loss before training", identity, make)
+  return StudyJob(f"{setting.name}/starts", "loss before training", identity, make)
 
 
-def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
+def _jobs(scale: str, setting: ComparisonSetting, row: ComparisonRow) -> list[StudyJob]:
   if row.source is not None:
     return _compressed(scale, setting, row)
   runs = _runs(scale, setting, row)
   return runs if row.name in setting.tuned_as else [_tuning(scale, setting, row), *runs]
 
 
-def _tuning(scale: str, setting: Setting, row: Row) -> Job:
+def _tuning(scale: str, setting: ComparisonSetting, row: ComparisonRow) -> StudyJob:
   """The tuning of a row, or of the row whose tuning it has."""
   if row.name in setting.tuned_as:
     by_name = {other.name: other for other in rows(setting)}
@@ -88,14 +94,14 @@ def _tuning(scale: str, setting: Setting, row: Row) -> Job:
   return job if row.teacher is None else _taught(job, _runs(scale, setting, row.teacher)[0])
 
 
-def _runs(scale: str, setting: Setting, row: Row) -> list[Job]:
+def _runs(scale: str, setting: ComparisonSetting, row: ComparisonRow) -> list[StudyJob]:
   """The runs of a row that is trained, one for each seed."""
   before = _tuning(scale, setting, row)
   chosen = lambda: _chosen(scale, before)
 
-  def measured(seed: int) -> Job:
+  def measured(seed: int) -> StudyJob:
     name, folder = f"{setting.name}/{run_name(row.name, seed)}", setting.path(row.name, seed)
-    job = lambda experiment: trained(name, row.label, experiment, folder, _text)
+    job = lambda experiment: training_job(name, row.label, experiment, folder, _text)
     return tuned(job, row.experiment(setting, seed), before, chosen)
 
   runs = [measured(seed) for seed in range(setting.seeds if row.name in setting.headline else 1)]
@@ -115,24 +121,24 @@ def _text(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
   return {"text": {"checksum": data.fingerprint(), "pages": data.pages(), "tokens": tokens}}
 
 
-def _chosen(scale: str, before: Job) -> dict[str, float] | None:
+def _chosen(scale: str, before: StudyJob) -> dict[str, float] | None:
   """What a tuning chose; None before it has a result."""
   kept = STUDY.read(scale).get(before.name)
   current = kept is not None and kept["result"]["config_hash"] == before.identity()
   return kept["chosen"] if current else None
 
 
-def _compressed(scale: str, setting: Setting, row: Row) -> list[Job]:
+def _compressed(scale: str, setting: ComparisonSetting, row: ComparisonRow) -> list[StudyJob]:
   """Measurements of the compressed heads of the runs of the row's source, one for each seed."""
   before, sources = _tuning(scale, setting, row.source), _runs(scale, setting, row.source)
   settings = {"method": repr(row.method), "divisor": setting.divisor}
 
-  def measured(seed: int, source: Job) -> Job:
+  def measured(seed: int, source: StudyJob) -> StudyJob:
     def make() -> dict[str, Any]:
       check_same(source.make(), STUDY.read(scale).get(source.name))
       experiment = with_fields(row.source.experiment(setting, seed), _chosen(scale, before))
       folder = setting.path(row.source.name, seed)
-      return compressed.measure(experiment, folder, row.method, setting.divisor)
+      return compressed.measure_compressed(experiment, folder, row.method, setting.divisor)
 
     name = f"{setting.name}/{run_name(row.name, seed)}"
     return derived(name, row.label, source, settings, make)
@@ -158,7 +164,7 @@ def check_same(made: dict[str, Any], kept: dict[str, Any] | None) -> None:
     )
 
 
-def _taught(job: Job, teacher: Job) -> Job:
+def _taught(job: StudyJob, teacher: StudyJob) -> StudyJob:
   """The job after its teacher's, which runs again where its folder is gone."""
 
   def make() -> dict[str, Any]:

@@ -11,10 +11,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from experiments.studies import page
+from experiments.studies import study_page
 from experiments.studies.dpq.rows import rows
-from experiments.studies.dpq.settings import SCALES, STAND_INS, CodeSize, Setting
-from experiments.studies.page import DOCS, Results
+from experiments.studies.dpq.settings import SCALES, STAND_INS, CodeSize, DPQSetting
+from experiments.studies.study_page import DOCS, Results
 from vqjax.lab.report import INK, SERIES, units
 
 PRINTED = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))
@@ -73,10 +73,10 @@ WORDS_OF = "ptb-small"
 """The setting whose words, neighbours and codes the page shows."""
 
 
-def scores(results: Results, name: str) -> dict[int, float]:
+def scores_by_seed(results: Results, name: str) -> dict[int, float]:
   """Score on the test split by seed: BLEU, accuracy in per cent or perplexity."""
-  kept, by_seed = page.seeds(results, name), {}
-  for seed, result in page.finished(results, name).items():
+  kept, by_seed = study_page.seeds(results, name), {}
+  for seed, result in study_page.finished_results(results, name).items():
     if "bleu" in kept[seed]:
       by_seed[seed] = kept[seed]["bleu"]["score"]
     elif "accuracy" in result["test"]:
@@ -89,7 +89,11 @@ def scores(results: Results, name: str) -> dict[int, float]:
 def compression_ratio(results: Results, name: str) -> float | None:
   """Bytes of the float32 table over those of a row's inference form, or None."""
   size = lambda row: next(
-    (one["embedding"]["shipped_bytes"] for one in page.finished(results, row).values()), None
+    (
+      one["embedding"]["shipped_bytes"]
+      for one in study_page.finished_results(results, row).values()
+    ),
+    None,
   )
   full, own = size(f"{name.split('/')[0]}/full"), size(name)
   return full / own if full and own else None
@@ -102,7 +106,7 @@ def formula_ratio(vocab: int, dim: int, codes: CodeSize) -> float:
   return 32 * vocab * dim / (vocab * m * math.log2(k) + values)
 
 
-def table(results: Results, scale: str, name: str) -> pd.DataFrame:
+def dpq_table(results: Results, scale: str, name: str) -> pd.DataFrame:
   """The measured rows of one of the paper's tables at a scale, beside the paper's numbers.
 
   A setting with a dagger stands in for the paper's.
@@ -110,7 +114,7 @@ def table(results: Results, scale: str, name: str) -> pd.DataFrame:
   lines = []
   for theirs, kind, printed in _printed(name):
     ours, label = _own(scale, name, theirs, kind)
-    if label is None or not page.seeds(results, f"{ours}/{kind}"):
+    if label is None or not study_page.seeds(results, f"{ours}/{kind}"):
       continue
     published = dict(zip(printed.column, printed.value, strict=True))
     title = TITLES[ours] + ("" if ours == theirs else " †")
@@ -145,7 +149,7 @@ def not_run(results: Results, scale: str) -> pd.DataFrame:
   for name in TABLES:
     for theirs, kind, _ in _printed(name):
       ours, label = _own(scale, name, theirs, kind)
-      if label is not None and not page.seeds(results, f"{ours}/{kind}"):
+      if label is not None and not study_page.seeds(results, f"{ours}/{kind}"):
         missing.setdefault(ours, {}).setdefault(name, []).append(kind)
   return _listed(missing)
 
@@ -182,15 +186,17 @@ def _listed(missing: _Missing) -> pd.DataFrame:
 
 
 def _measured(results: Results, name: str) -> dict[str, str | None]:
-  kept, result = page.seeds(results, name), page.finished(results, name)
-  score, full = scores(results, name), scores(results, f"{name.split('/')[0]}/full")
+  kept, result = study_page.seeds(results, name), study_page.finished_results(results, name)
+  score, full = scores_by_seed(results, name), scores_by_seed(results, f"{name.split('/')[0]}/full")
   failed = len(kept) - len(result)
   # Paired by seed, since the seed also orders the training data.
-  difference = page.Spread.of([score[seed] - full[seed] for seed in sorted(score.keys() & full)])
+  difference = study_page.Spread.of(
+    [score[seed] - full[seed] for seed in sorted(score.keys() & full)]
+  )
   embedding = next((one["embedding"] for one in result.values()), {})
   compact = next((one["compact"] for one in kept.values() if "compact" in one), {})
   lost, size = embedding.get("lost"), compact.get("file_bytes", embedding.get("shipped_bytes"))
-  mean = page.Spread.of(list(score.values()))
+  mean = study_page.Spread.of(list(score.values()))
   return {
     "measured": mean.show(2) if mean else "failed",
     "seeds": f"{len(score)}" + (f", {failed} failed" if failed else ""),
@@ -300,15 +306,15 @@ def corrected_ratios() -> pd.DataFrame:
 
 def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
   """The tables of the terminal by their titles."""
-  every = {f"{name}: {title}": table(results, scale, name) for name, title in TABLES.items()}
+  every = {f"{name}: {title}": dpq_table(results, scale, name) for name, title in TABLES.items()}
   # All rows of a table may run elsewhere.
   return {title: frame for title, frame in every.items() if len(frame)}
 
 
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks and figures of the page; return their paths."""
-  cost = page.bench(docs, "dpq")
-  frames = {name.lower().replace(" ", "-"): table(results, "cpu", name) for name in TABLES} | {
+  cost = study_page.bench(docs, "dpq")
+  frames = {name.lower().replace(" ", "-"): dpq_table(results, "cpu", name) for name in TABLES} | {
     "stand-ins": stand_ins("cpu"),
     "not-run": not_run(results, "cpu"),
     "elsewhere": elsewhere("cpu"),
@@ -327,7 +333,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     "corrected-ratios": 2,
   }
   generated = {
-    name: page.markdown(frame, text_columns.get(name, 1)) if len(frame) else "Not run."
+    name: study_page.markdown(frame, text_columns.get(name, 1)) if len(frame) else "Not run."
     for name, frame in frames.items()
   }
   grid, changes = SCALES["cpu"]["ag-news-grid"], SCALES["cpu"]["ag-news-changes"]
@@ -343,7 +349,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     image = f"![{CAPTIONS[name]}](../images/dpq-{name}.png)"
     generated[f"figure-{name}"] = "Not run." if figure is None else image
   drawn = {f"dpq-{name}.png": figure for name, figure in figures.items()}
-  return page.publish(docs, "dpq", results, generated, drawn)
+  return study_page.publish_page(docs, "dpq", results, generated, drawn)
 
 
 CAPTIONS = {
@@ -366,18 +372,18 @@ STYLE = {
 } | dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), INK)
 
 
-def _grid(results: Results, s: Setting, kind: str, shared: bool) -> np.ndarray:
+def _grid(results: Results, s: DPQSetting, kind: str, shared: bool) -> np.ndarray:
   """Score and ratio of a setting's grid, [K, M, 2]; nan where it was not measured."""
   values = np.full((len(s.grid[0]), len(s.grid[1]), 2), np.nan)
   for i, j in np.ndindex(values.shape[:2]):
     name = f"{s.name}/{kind}-{CodeSize(s.grid[0][i], s.grid[1][j], shared)}"
-    score, ratio = scores(results, name), compression_ratio(results, name)
+    score, ratio = scores_by_seed(results, name), compression_ratio(results, name)
     if score and ratio:
       values[i, j] = np.mean(list(score.values())), ratio
   return values
 
 
-def heat_figure(results: Results, s: Setting) -> Figure | None:
+def heat_figure(results: Results, s: DPQSetting) -> Figure | None:
   """Figures 3 and 7: score and ratio over K and M, with separate codebooks."""
   grids = {kind: _grid(results, s, kind, shared=False) for kind in KINDS}
   if all(np.isnan(grid).all() for grid in grids.values()):
@@ -397,7 +403,7 @@ def heat_figure(results: Results, s: Setting) -> Figure | None:
   return figure
 
 
-def trade_figure(results: Results, s: Setting) -> Figure | None:
+def trade_figure(results: Results, s: DPQSetting) -> Figure | None:
   """Figure 8: score against ratio, with a line through the best scores."""
   figure = Figure(figsize=(7.2, 4.2))
   axes = figure.add_subplot()
@@ -411,9 +417,9 @@ def trade_figure(results: Results, s: Setting) -> Figure | None:
       if len(points):
         style = {"markeredgecolor": color, "markerfacecolor": fill, "markersize": 5}
         axes.plot(points[:, 1], points[:, 0], "o", label=name, **style)
-        best = -np.array(page.frontier((-points[:, ::-1]).tolist()))
+        best = -np.array(study_page.frontier((-points[:, ::-1]).tolist()))
         axes.plot(*best.T, line, color=color, linewidth=1)
-  full = list(scores(results, f"{s.name}/full").values())
+  full = list(scores_by_seed(results, f"{s.name}/full").values())
   if not axes.lines:
     return None
   if full:
@@ -440,7 +446,7 @@ def usage_figure(results: Results, setting: str) -> Figure | None:
   return figure
 
 
-def changes_figure(results: Results, s: Setting) -> Figure | None:
+def changes_figure(results: Results, s: DPQSetting) -> Figure | None:
   """Figure 6: percentage of codes that changed since the last checkpoint."""
   figure = Figure(figsize=(8, 3.2))
   panels = figure.subplots(1, 2, sharey=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.studies.dpq.settings import REBUILT, REBUILT_DIM, CodeSize, Setting
+from experiments.studies.dpq.settings import REBUILT, REBUILT_DIM, CodeSize, DPQSetting
 from vqjax import (
   CentroidQuantizer,
   ComposedEmbedding,
@@ -49,7 +49,7 @@ Derive = Callable[[Embedding, np.ndarray], Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class DPQRow:
   """An embedding of a setting.
 
   Attributes:
@@ -68,7 +68,7 @@ class Row:
   derive: Derive | None = None
 
 
-def rows(s: Setting) -> list[Row]:
+def rows(s: DPQSetting) -> list[DPQRow]:
   """The rows of a setting: those that `s.rows` names, then those of its grid."""
   k, m, _ = s.kd
   free = FreeQuantizer(k, m, additive=True, normalize=False, table_init=s.begin)
@@ -117,7 +117,7 @@ def rows(s: Setting) -> list[Row]:
     "reconstruction": functools.partial(_rebuild, steps=s.rebuild_steps),
   }
   named = [
-    Row(
+    DPQRow(
       name,
       f"{LABELS[name]} ({codes[name]})" if name in codes else LABELS[name],
       embedding,
@@ -128,7 +128,7 @@ def rows(s: Setting) -> list[Row]:
     if name in s.rows
   ]
   grid = [
-    Row(f"{kind}-{codes}", f"{LABELS[kind]} ({codes})", make(s, codes))
+    DPQRow(f"{kind}-{codes}", f"{LABELS[kind]} ({codes})", make(s, codes))
     for shared in (False, True)
     for kind, make in (("sx", softmax), ("vq", centroids))
     for codes in (CodeSize(k, m, shared) for k in s.grid[0] for m in s.grid[1])
@@ -136,19 +136,19 @@ def rows(s: Setting) -> list[Row]:
   return named + grid
 
 
-def full(s: Setting) -> Embedding:
+def full(s: DPQSetting) -> Embedding:
   """A free vector for each token."""
   return DenseEmbedding(V, s.dim, weight_init=s.begin)
 
 
-def softmax(s: Setting, codes: CodeSize, **fields) -> Embedding:
+def softmax(s: DPQSetting, codes: CodeSize, **fields) -> Embedding:
   """DPQ-SX; `fields` are further fields of its quantiser."""
   k, m, shared = codes
   quantizer = SoftmaxQuantizer(k, m, shared=shared, table_init=s.begin, **fields)
   return DPQEmbedding(V, s.dim, quantizer, query_init=s.begin)
 
 
-def centroids(s: Setting, codes: CodeSize) -> Embedding:
+def centroids(s: DPQSetting, codes: CodeSize) -> Embedding:
   """DPQ-VQ."""
   k, m, shared = codes
   quantizer = CentroidQuantizer(k, m, shared=shared, table_init=s.begin, weight=s.weight)

@@ -22,18 +22,18 @@ import numpy as np
 
 from experiments.studies.dpq import report
 from experiments.studies.dpq.models import EncoderDecoder
-from experiments.studies.dpq.rows import Row, full, rows
-from experiments.studies.dpq.settings import HEADLINE, SCALES, Setting
+from experiments.studies.dpq.rows import DPQRow, full, rows
+from experiments.studies.dpq.settings import HEADLINE, SCALES, DPQSetting
 from experiments.studies.dpq.translation import bleu
-from experiments.studies.measure import held_out_scores, single_tokens
-from experiments.studies.study import Job, Study, derived, trained
+from experiments.studies.held_out import held_out_scores, single_tokens
+from experiments.studies.study import Study, StudyJob, derived, training_job
 from vqjax import DPQEmbedding, Embedding
 from vqjax.convert import part_of, squared_error, with_part
-from vqjax.lab import conversion, exits
+from vqjax.lab import exits, starting_points
 from vqjax.lab.config import Experiment, with_vocab
 from vqjax.lab.data import fit_tokenizer
-from vqjax.lab.training import FromPart, read_variables, saved_steps
-from vqjax.lab.training.run import load_text
+from vqjax.lab.training import FromPart, read_run_variables, saved_steps
+from vqjax.lab.training.run_folder import load_text
 from vqjax.lm.checkpoints import Tokenizer
 from vqjax.ops import quantize
 
@@ -51,7 +51,7 @@ CODES = 12
 """Codes of a word that are kept."""
 
 
-def jobs(scale: str) -> list[Job]:
+def jobs(scale: str) -> list[StudyJob]:
   """All jobs of a scale, each after those that it starts from."""
   every = []
   for s in SCALES[scale].values():
@@ -66,11 +66,11 @@ def jobs(scale: str) -> list[Job]:
   return every
 
 
-def _trained(s: Setting, row: Row, seed: int = 0) -> Job:
+def _trained(s: DPQSetting, row: DPQRow, seed: int = 0) -> StudyJob:
   name = f"{s.name}/{row.name}" + (f"-s{seed}" if seed else "")
   start, needs = None, ()
   if row.start is not None:
-    start, needs = conversion.FromTable(s.path("full", seed), row.start), (f"{s.name}/full",)
+    start, needs = starting_points.FromTable(s.path("full", seed), row.start), (f"{s.name}/full",)
   if s.before is not None:
     start = FromPart(f"{s.folder}/{s.before}/{row.name}-{seed}", "encoder")
     needs = (f"{s.before}/{row.name}",)
@@ -78,11 +78,11 @@ def _trained(s: Setting, row: Row, seed: int = 0) -> Job:
   if start is not None:
     experiment = dataclasses.replace(experiment, init_from=start)
   beside = functools.partial(measure_trained, words=s.words)
-  return trained(name, row.label, experiment, s.path(row.name, seed), beside, needs)
+  return training_job(name, row.label, experiment, s.path(row.name, seed), beside, needs)
 
 
-def _derived(s: Setting, row: Row) -> Job:
-  source = _trained(s, Row("full", "Full", full(s)))
+def _derived(s: DPQSetting, row: DPQRow) -> StudyJob:
+  source = _trained(s, DPQRow("full", "Full", full(s)))
   experiment, folder = s.make("full", full(s), seed=0), pathlib.Path(s.path("full"))
   settings = {"embedding": repr(row.embedding)}
   measure = lambda: measure_derived(experiment, folder, row)
@@ -101,9 +101,9 @@ def measure_trained(
   """
   tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
   embedding = with_vocab(experiment, tokenizer.vocab).model.embedding
-  variables, _ = read_variables(folder)
+  variables, _ = read_run_variables(folder)
   own = _embedding_variables(variables)
-  measured = {"neighbours": neighbours(embedding, own, tokenizer)} if words else {}
+  measured = {"neighbours": nearest_words(embedding, own, tokenizer)} if words else {}
   if isinstance(embedding, DPQEmbedding):
     codes_VM = codes_of_all(embedding, own)
     counts_MK = quantize.code_counts(codes_VM, embedding.quantizer.codes)
@@ -146,7 +146,7 @@ def code_changes(embedding: DPQEmbedding, folder: pathlib.Path) -> list[tuple[in
   """Percentage of codes that changed since the checkpoint before, by step."""
   steps = saved_steps(folder)
   codes = [
-    codes_of_all(embedding, _embedding_variables(read_variables(folder, at=step)[0]))
+    codes_of_all(embedding, _embedding_variables(read_run_variables(folder, at=step)[0]))
     for step in steps
   ]
   changed = [100 * float((b != a).mean()) for a, b in itertools.pairwise(codes)]
@@ -159,7 +159,7 @@ def codes_of_all(embedding: DPQEmbedding, variables: dict[str, Any]) -> np.ndarr
   return np.asarray(encode(variables, jnp.arange(embedding.vocab)))
 
 
-def neighbours(
+def nearest_words(
   embedding: Embedding, variables: dict[str, Any], tokenizer: Tokenizer
 ) -> dict[str, list[tuple[str, float]]]:
   """The nearest other words of each word of `PROBES`, with their cosines."""
@@ -174,10 +174,10 @@ def neighbours(
   return nearest
 
 
-def measure_derived(experiment: Experiment, folder: pathlib.Path, row: Row) -> dict[str, Any]:
+def measure_derived(experiment: Experiment, folder: pathlib.Path, row: DPQRow) -> dict[str, Any]:
   """Scores of a trained model whose embedding is replaced by a derived one."""
   text = load_text(experiment)
-  variables, _ = read_variables(folder)
+  variables, _ = read_run_variables(folder)
   table_VD = np.asarray(variables["params"]["embedding"]["weight"])
   model = experiment.model.clone(embedding=row.embedding)
   model = with_vocab(dataclasses.replace(experiment, model=model), len(table_VD)).model

@@ -67,7 +67,7 @@ DEFAULT = CodeSize(32, 32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class DPQSetting:
   """A task with everything but its embedding.
 
   Attributes:
@@ -118,7 +118,7 @@ def lstm(
   quantized: LSTMSize | None = None,
   tokenizer: WordTokenizer = LSTM_WORDS,
   **fields,
-) -> Setting:
+) -> DPQSetting:
   """Language modelling with an LSTM.
 
   Args:
@@ -134,13 +134,13 @@ def lstm(
     return language_model(row, embedding, own, *text, seed, tokenizer)
 
   fields = {"weight": body.weight, "parts": body.dim // 2} | fields
-  return Setting(make, body.dim, body.begin, **fields)
+  return DPQSetting(make, body.dim, body.begin, **fields)
 
 
-def classified(data: LabelledSource, classes: int, options: dict[str, Any], **fields) -> Setting:
+def classified(data: LabelledSource, classes: int, options: dict[str, Any], **fields) -> DPQSetting:
   """Text classification with mean pooling; `options` are the classifier's."""
   make = functools.partial(classifier, data=data, classes=classes, **options)
-  return Setting(make, begin=BEGIN, **{"dim": DIM} | fields)
+  return DPQSetting(make, begin=BEGIN, **{"dim": DIM} | fields)
 
 
 def mirrored(row: str, embedding: Embedding, seed: int) -> Experiment:
@@ -153,13 +153,13 @@ def mirrored(row: str, embedding: Embedding, seed: int) -> Experiment:
 
 def pretrained(
   body: bert.EncoderSize, text: bert.Corpus, train: Train, tune: Train, codes: CodeSize
-) -> dict[str, Setting]:
+) -> dict[str, DPQSetting]:
   """BERT's pre-training and its two fine-tuning tasks."""
   fields = {"dim": body.dim, "begin": bert.BEGIN, "rows": ("full", "sx"), **both(codes)}
   return {
-    "bert": Setting(bert.pretraining(body, text, train), **fields),
-    "bert-pairs": Setting(bert.pairs(body, text, tune), **fields, before="bert"),
-    "bert-spans": Setting(bert.spans(body, text, tune), **fields, before="bert"),
+    "bert": DPQSetting(bert.pretraining(body, text, train), **fields),
+    "bert-pairs": DPQSetting(bert.pairs(body, text, tune), **fields, before="bert"),
+    "bert-spans": DPQSetting(bert.spans(body, text, tune), **fields, before="bert"),
   }
 
 
@@ -200,7 +200,7 @@ SMOKE = {
     rebuild_steps=20,
     words=True,
   ),
-  "multi30k": Setting(
+  "multi30k": DPQSetting(
     mirrored,
     dim=16,
     begin=translated.BEGIN,
@@ -231,7 +231,7 @@ CPU = {
   ),
   "ag-news": classified(AGNews(), 4, SHORTER, rows=CLASSIFIED, **ZHANG["ag-news"], seeds=3),
   "dbpedia": classified(DBpedia(), 14, SHORTER, rows=CLASSIFIED, **ZHANG["dbpedia"]),
-  "multi30k": Setting(
+  "multi30k": DPQSetting(
     multi30k.with_embedding,
     dim=multi30k.SMALL.dim,
     begin=translated.BEGIN,
@@ -302,7 +302,7 @@ PAPER = {
     )
   },
   **{
-    f"iwslt-{source}-{target}": Setting(
+    f"iwslt-{source}-{target}": DPQSetting(
       translated.iwslt15(source, target),
       dim=512,
       begin=translated.BEGIN,
@@ -312,7 +312,7 @@ PAPER = {
     )
     for source, target in (("en", "vi"), ("vi", "en"))
   },
-  "wmt": Setting(
+  "wmt": DPQSetting(
     translated.wmt19,
     dim=translated.BASE.dim,
     begin=translated.BEGIN,

@@ -145,7 +145,7 @@ _GROUP = re.compile(
 )
 
 
-def parse(answer: str) -> Grades:
+def parse_grades(answer: str) -> Grades:
   """The grades of an answer: in any order, in bold, as "8 / 10", "8.5" or "8".
 
   Raises:
@@ -250,7 +250,7 @@ class Judge:
     try:
       kept = records.read(file, _Kept)
       if kept is not None:
-        return parse(kept["answer"])
+        return parse_grades(kept["answer"])
     except (OSError, ValueError) as error:
       warnings.warn(f"the judge is asked again: {error}", stacklevel=2)
     try:
@@ -272,7 +272,7 @@ class Judge:
       answer = ""
       try:
         answer = self._answer(talk)
-        return parse(answer), answer
+        return parse_grades(answer), answer
       except UnreadableGrades as error:
         problem = UnreadableGrades(f"{error}, in the answer {_start(answer, 200)!r}")
         if answer:
@@ -319,7 +319,7 @@ class Judge:
       with client:
         most = self.attempts * self.timeout + (self.attempts - 1) * LONGEST_WAIT
         reply = _within(most, send)
-      completion = records.parse(reply, _Completion, "the answer", "", seal=False)
+      completion = records.parse_json(reply, _Completion, "the answer", "", seal=False)
       (choice, *_) = completion["choices"]
     except openai.APIStatusError as error:
       text = error.body.get("message") if isinstance(error.body, dict) else error.body

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from experiments.studies.grouped.shapes import NUM_CLASSES, Grid
-from vqjax.lab.data.files import content_hash
+from vqjax.lab.data.corpus_files import content_hash
 from vqjax.lab.data.pipeline import NONE, Batch, Examples
 from vqjax.lab.data.source import SPLITS, Prepared
 

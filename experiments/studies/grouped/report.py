@@ -9,12 +9,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.studies import page
+from experiments.studies import study_page
 from experiments.studies.grouped.rows import SCALES, TEACHER, rows
-from experiments.studies.page import DOCS, Results
+from experiments.studies.study_page import DOCS, Results
 from vqjax.lab.report import INK, SERIES, units
 
-Cost = Mapping[str, Any]
+BenchFigures = Mapping[str, Any]
 """The measurements of `python -m experiments.bench`."""
 
 GRADES = ("grammar", "creativity", "consistency", "plot", "age")
@@ -53,12 +53,12 @@ PARTS = "loss", "steps", "sizes", "images"
 """Benchmarks of the grouped head, without the prefix of their names."""
 
 
-PAPER = page.read_paper(pathlib.Path(__file__).with_name("paper.csv"))
+PAPER = study_page.read_paper(pathlib.Path(__file__).with_name("paper.csv"))
 
 
-def read_cost(docs: pathlib.Path) -> Cost | None:
+def read_cost(docs: pathlib.Path) -> BenchFigures | None:
   """The figures of the grouped benchmarks; None if there are none."""
-  parts = {part: page.bench(docs, f"grouped-{part}") for part in PARTS}
+  parts = {part: study_page.bench(docs, f"grouped-{part}") for part in PARTS}
   parts = {part: figures for part, figures in parts.items() if figures is not None}
   if not parts:
     return None
@@ -66,7 +66,7 @@ def read_cost(docs: pathlib.Path) -> Cost | None:
   return parts | parts.get("sizes", {}) | {"provenance": provenance}
 
 
-def tables(results: Results, scale: str, cost: Cost | None) -> dict[str, pd.DataFrame]:
+def page_tables(results: Results, scale: str, cost: BenchFigures | None) -> dict[str, pd.DataFrame]:
   """Tables by the keys of `TITLES`; those of the bench only if there is a `cost`."""
   frames = {
     "language": _language(results, scale),
@@ -84,21 +84,23 @@ def tables(results: Results, scale: str, cost: Cost | None) -> dict[str, pd.Data
 
 def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
   """The tables of the terminal by their titles."""
-  frames = tables(results, scale, read_cost(DOCS))
+  frames = page_tables(results, scale, read_cost(DOCS))
   return {TITLES[name]: frame for name, frame in frames.items()}
 
 
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks and the figures of the page; return their paths."""
   cost = read_cost(docs)
-  blocks = {name: page.markdown(frame) for name, frame in tables(results, "cpu", cost).items()}
+  blocks = {
+    name: study_page.markdown(frame) for name, frame in page_tables(results, "cpu", cost).items()
+  }
   blocks["not-run"] = not_run(results, "cpu")
   figures = {
     "grouped-losses.png": losses(results),
     "grouped-pictures.png": picture_curves(results),
-    "grouped-sizes.png": sizes(results, cost or {}),
+    "grouped-sizes.png": sizes_figure(results, cost or {}),
   }
-  return page.publish(docs, "grouped", results, blocks, figures)
+  return study_page.publish_page(docs, "grouped", results, blocks, figures)
 
 
 def _numbers(source: Mapping[str, Any], names: Iterable[str], *path: str) -> pd.Series:
@@ -248,12 +250,12 @@ STEPS = {
 DENSE_STEPS = [f"{step.split('/')[0]}/gpt-2" for step in STEPS]
 
 
-def _steps(cost: Cost) -> dict[str, Mapping[str, Any]]:
+def _steps(cost: BenchFigures) -> dict[str, Mapping[str, Any]]:
   measured = cost.get("steps", {})
   return {f"{dim}/{name}": row for dim, models in measured.items() for name, row in models.items()}
 
 
-def _memory(cost: Cost) -> pd.DataFrame:
+def _memory(cost: BenchFigures) -> pd.DataFrame:
   steps = _steps(cost)
   plain = lambda names: _numbers(steps, names, "without_remat", "peak_bytes") / 1e9
   remat = lambda names: _numbers(steps, names, "peak_bytes") / 1e9
@@ -273,7 +275,7 @@ def _memory(cost: Cost) -> pd.DataFrame:
   return frame
 
 
-def _speed(cost: Cost) -> pd.DataFrame:
+def _speed(cost: BenchFigures) -> pd.DataFrame:
   numbers = functools.partial(_numbers, _steps(cost))
   speed, weights = numbers(STEPS, "tokens_per_s"), numbers(STEPS, "macs", "weights") / 1e9
   printed = _printed("3", STEPS, "tokens/s").astype(float)
@@ -290,7 +292,7 @@ def _speed(cost: Cost) -> pd.DataFrame:
   })  # fmt: skip
 
 
-def _loss(cost: Cost) -> pd.DataFrame:
+def _loss(cost: BenchFigures) -> pd.DataFrame:
   labels = {"materialised": "dense, logits materialised", "tiled": "dense, in tiles"}
   labels |= {"unshared": "one linear a group"}
   measured = cost.get("loss", {}).get("rows", {})
@@ -307,7 +309,7 @@ def _loss(cost: Cost) -> pd.DataFrame:
   })  # fmt: skip
 
 
-def _least(cost: Cost) -> pd.DataFrame:
+def _least(cost: BenchFigures) -> pd.DataFrame:
   least, lines = cost.get("least", {}), []
   labels = {
     "step": "training step",
@@ -322,7 +324,7 @@ def _least(cost: Cost) -> pd.DataFrame:
   return pd.DataFrame(lines)
 
 
-def _drawing(cost: Cost) -> pd.DataFrame:
+def _drawing(cost: BenchFigures) -> pd.DataFrame:
   lines = [cost["images"]] if "images" in cost else []
   return pd.DataFrame([
     {"pictures": images["batch"]}
@@ -332,7 +334,7 @@ def _drawing(cost: Cost) -> pd.DataFrame:
   ])  # fmt: skip
 
 
-def _origins(cost: Cost) -> pd.DataFrame:
+def _origins(cost: BenchFigures) -> pd.DataFrame:
   lines = [
     {"part": part, "device": of["device"], "commit": of["commit"], "day": of["date"][:10]}
     for part, of in cost.get("provenance", {}).items()
@@ -386,7 +388,7 @@ def picture_curves(results: Results) -> Figure:
   return figure
 
 
-def sizes(results: Results, cost: Cost) -> Figure:
+def sizes_figure(results: Results, cost: BenchFigures) -> Figure:
   """Memory by the compiler's account, and validation loss, by number of groups."""
   memory = {
     label: sorted((row["groups"], row[key] / 1e9) for row in cost.get("sizes", []) if key in row)

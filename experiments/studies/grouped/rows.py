@@ -18,10 +18,10 @@ from configs.grouped.shapes import CPU as CPU_PICTURES
 from configs.grouped.shapes import REDUCED, shapes_run
 from experiments.studies.grouped.shapes import Grid
 from vqjax import Embedding, GroupedHead, Head, UnsharedGroupedHead, convert
-from vqjax.lab import conversion
+from vqjax.lab import starting_points
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import BPETokenizer, Stories, Text, TokenizerRecipe
-from vqjax.lab.data.tokenizers import Documents
+from vqjax.lab.data.tokenizer_recipes import Documents
 from vqjax.lab.training import FromRun
 from vqjax.lm.checkpoints import Tokenizer
 
@@ -121,7 +121,7 @@ Make = Callable[..., Experiment]
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class GroupedSetting:
   """Language models on one text with different heads or attention windows.
 
   Attributes:
@@ -154,7 +154,7 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class GroupedRow:
   """A language model of a setting.
 
   Attributes:
@@ -168,7 +168,7 @@ class Row:
 
   name: str
   label: str
-  make: Callable[[Setting], Experiment]
+  make: Callable[[GroupedSetting], Experiment]
   needs: str | None = None
   trained: bool = True
   control: str | None = None
@@ -193,7 +193,7 @@ def _scratch(
   control: str | None = None,
   order: convert.Ordering | None = None,
   local: bool = False,
-) -> Row:
+) -> GroupedRow:
   """A row that trains from scratch.
 
   Args:
@@ -205,28 +205,28 @@ def _scratch(
     local: whether every second block has local attention, as in GPT-Neo.
   """
 
-  def make(s: Setting) -> Experiment:
+  def make(s: GroupedSetting) -> Experiment:
     experiment = s.experiment(name, head, window=s.window if local else None)
-    regrouped = None if order is None else conversion.Regrouped(order)
+    regrouped = None if order is None else starting_points.Regrouped(order)
     return dataclasses.replace(experiment, init_from=regrouped)
 
-  return Row(name, label, make, control=control)
+  return GroupedRow(name, label, make, control=control)
 
 
-def _continued(s: Setting) -> Experiment:
+def _continued(s: GroupedSetting) -> Experiment:
   """The trained GPT-2, trained for as long again as the converted models."""
   experiment = s.experiment("gpt-2-more", dense, train=s.tune)
   return dataclasses.replace(experiment, init_from=FromRun(s.path(TEACHER)))
 
 
-def _distilled(s: Setting) -> Experiment:
+def _distilled(s: GroupedSetting) -> Experiment:
   """The paper's head from scratch, with the trained GPT-2 as its teacher."""
   student, teacher = s.experiment("distilled", grouped), s.experiment(TEACHER, dense)
   return dataclasses.replace(
     student,
-    model=conversion.Distilled(student.model, teacher.model),
+    model=starting_points.Distilled(student.model, teacher.model),
     train=dataclasses.replace(student.train, trainable=("student",)),
-    init_from=conversion.FromTeacher(s.path(TEACHER)),
+    init_from=starting_points.FromTeacher(s.path(TEACHER)),
   )
 
 
@@ -236,11 +236,11 @@ def _converted(
   by_frequency: bool = False,
   tuned: bool = False,
   distillation: float = 0.0,
-) -> Row:
+) -> GroupedRow:
   """The trained GPT-2 with a converted grouped head, fine-tuned if `tuned`."""
 
-  def make(s: Setting) -> Experiment:
-    return conversion.converted(
+  def make(s: GroupedSetting) -> Experiment:
+    return starting_points.converted(
       s.experiment(TEACHER, dense),
       s.path(TEACHER),
       (ordered if by_frequency else grouped)(FROM_TOKENIZER, s.dim, None),
@@ -250,7 +250,7 @@ def _converted(
       distillation=distillation,
     )
 
-  return Row(name, label, make, TEACHER, tuned, control="gpt-2-more" if tuned else TEACHER)
+  return GroupedRow(name, label, make, TEACHER, tuned, control="gpt-2-more" if tuned else TEACHER)
 
 
 BY_CLUSTERS = convert.ByClusters(convert.ContextKMeans())
@@ -263,8 +263,8 @@ _ROWS = (
   _scratch("frequency", "grouped, by frequency", ordered, "grouped", convert.ByFrequency()),
   _scratch("clusters", "grouped, by clusters", ordered, "grouped", BY_CLUSTERS),
   _scratch("unshared", "one linear a group", unshared, "grouped"),
-  Row("distilled", "grouped, taught by GPT-2", _distilled, TEACHER, control="grouped"),
-  Row("gpt-2-more", "GPT-2, trained on", _continued, TEACHER),
+  GroupedRow("distilled", "grouped, taught by GPT-2", _distilled, TEACHER, control="grouped"),
+  GroupedRow("gpt-2-more", "GPT-2, trained on", _continued, TEACHER),
   _converted("converted", "GPT-2, converted"),
   _converted("converted-frequency", "GPT-2, converted by frequency", by_frequency=True),
   _converted("tuned", "GPT-2, converted, trained on", tuned=True),
@@ -279,10 +279,10 @@ _ROWS = (
 )
 
 
-def rows(s: Setting) -> list[Row]:
+def rows(s: GroupedSetting) -> list[GroupedRow]:
   """The rows of a setting, each after the row that it starts from."""
 
-  def of_groups(groups: int) -> Row:
+  def of_groups(groups: int) -> GroupedRow:
     head = lambda vocab, dim, embedding: GroupedHead(vocab, dim, groups)
     return _scratch(f"groups-{groups}", f"{groups:,} groups", head)
 
@@ -302,7 +302,7 @@ FEW_GROUPS = tuple(
 """Twelve of `ABLATED` from 6 to FACTORED / 6, evenly spaced by ratio."""
 
 
-def _smoke() -> tuple[Setting, ...]:
+def _smoke() -> tuple[GroupedSetting, ...]:
   folder, train = f"{RUNS}/smoke", Train(steps=4, batch=8, warmup=2, log_every=2, eval_every=4)
   make = functools.partial(
     language_model,
@@ -316,12 +316,12 @@ def _smoke() -> tuple[Setting, ...]:
   wide = functools.partial(make, tokenizer=SpreadTokenizer(BPETokenizer(vocab=300), 1000))
   tune = Train(steps=2, batch=8, warmup=1, log_every=1, eval_every=2, save_every=2)
   return (
-    Setting("tiny-16", folder, small, 16, EVERY, tune, window=8, groups=(5, 60)),
-    Setting("wide", folder, wide, 16, ("grouped",)),
+    GroupedSetting("tiny-16", folder, small, 16, EVERY, tune, window=8, groups=(5, 60)),
+    GroupedSetting("wide", folder, wide, 16, ("grouped",)),
   )
 
 
-def _cpu() -> tuple[Setting, ...]:
+def _cpu() -> tuple[GroupedSetting, ...]:
   folder = f"{RUNS}/cpu"
   make = functools.partial(language_model, context=128, data=Stories(most=100), train=SHORT)
   wide = functools.partial(make, tokenizer=SpreadTokenizer(GPT2, WIDE))
@@ -329,25 +329,25 @@ def _cpu() -> tuple[Setting, ...]:
   shallow = functools.partial(make, train=train, layers=4, heads=2)
   tune = dataclasses.replace(SHORT, steps=80, learning_rate=1.3e-3, warmup=8, eval_every=80)
   return (
-    Setting("lm-128", folder, make, 128, EVERY, tune, window=64),
-    Setting("lm-64", folder, make, 64, (*TABLE, "shuffled"), window=64),
-    Setting("sizes", folder, shallow, 64, groups=FEW_GROUPS),
-    Setting("wide", folder, wide, 128, ("grouped",)),
+    GroupedSetting("lm-128", folder, make, 128, EVERY, tune, window=64),
+    GroupedSetting("lm-64", folder, make, 64, (*TABLE, "shuffled"), window=64),
+    GroupedSetting("sizes", folder, shallow, 64, groups=FEW_GROUPS),
+    GroupedSetting("wide", folder, wide, 128, ("grouped",)),
   )
 
 
-def _paper() -> tuple[Setting, ...]:
+def _paper() -> tuple[GroupedSetting, ...]:
   folder = f"{RUNS}/paper"
   fifth = dataclasses.replace(EPOCH, steps=EPOCH.steps // 5, learning_rate=EPOCH.learning_rate / 3)
   half = dataclasses.replace(EPOCH, steps=EPOCH.steps // 2)
   shallow = functools.partial(language_model, train=half, layers=4, heads=2)
   wide = functools.partial(language_model, tokenizer=SpreadTokenizer(GPT2, WIDE))
   return (
-    Setting("lm-128", folder, language_model, 128, EVERY, fifth),
-    Setting("lm-256", folder, language_model, 256, TABLE),
-    Setting("lm-512", folder, language_model, 512, TABLE),
-    Setting("sizes", folder, shallow, 64, groups=ABLATED),
-    Setting("wide", folder, wide, 128, ("grouped",)),
+    GroupedSetting("lm-128", folder, language_model, 128, EVERY, fifth),
+    GroupedSetting("lm-256", folder, language_model, 256, TABLE),
+    GroupedSetting("lm-512", folder, language_model, 512, TABLE),
+    GroupedSetting("sizes", folder, shallow, 64, groups=ABLATED),
+    GroupedSetting("wide", folder, wide, 128, ("grouped",)),
   )
 
 

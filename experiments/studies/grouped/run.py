@@ -33,20 +33,20 @@ from experiments.studies.grouped.rows import (
   SCALES,
   TEACHER,
   TOP,
-  Row,
-  Setting,
+  GroupedRow,
+  GroupedSetting,
   rows,
 )
 from experiments.studies.grouped.sheet import save_sheet
 from experiments.studies.grouped.stories import graded
-from experiments.studies.measure import held_out_scores
-from experiments.studies.study import Job, Study, derived, trained
+from experiments.studies.held_out import held_out_scores
+from experiments.studies.study import Study, StudyJob, derived, training_job
 from vqjax import GroupedHead, Head
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment, config_hash
-from vqjax.lab.training import read_variables
+from vqjax.lab.training import read_run_variables
 from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.run import load_text, read_metrics
+from vqjax.lab.training.run_folder import load_text, read_metrics
 from vqjax.sharding import make_mesh
 
 CURVE_POINTS = 60
@@ -59,14 +59,14 @@ STORIES = {"stories": 30, "tokens": 200, "temperature": 1.0}
 """Number of graded stories, most tokens of a completion, and temperature of sampling."""
 
 
-def jobs(scale: str, judge: Judge | None = None) -> list[Job]:
+def jobs(scale: str, judge: Judge | None = None) -> list[StudyJob]:
   """All jobs of a scale, each after those that it starts from."""
   settings = SCALES[scale]
   made = [_row(s, row) for s in settings.values() for row in rows(s)]
   for name, head in (("dense", dense), ("grouped", grouped)):
     experiment = PICTURES[scale](f"pictures-{name}", head)
     folder = f"{RUNS}/{scale}/pictures/{name}"
-    made.append(trained(f"pictures/{name}", f"CNN, {name}", experiment, folder, curves))
+    made.append(training_job(f"pictures/{name}", f"CNN, {name}", experiment, folder, curves))
   for name in TOP[scale]:
     s = settings[name]
     row = next(row for row in rows(s) if row.name == "grouped")
@@ -78,18 +78,18 @@ def jobs(scale: str, judge: Judge | None = None) -> list[Job]:
   return [job for job in made if job is not None]
 
 
-def _row(s: Setting, row: Row) -> Job:
+def _row(s: GroupedSetting, row: GroupedRow) -> StudyJob:
   """The job of a language model: training, or evaluation as it starts."""
   name, experiment = f"{s.name}/{row.name}", row.make(s)
   if row.trained:
     needs = (f"{s.name}/{row.needs}",) if row.needs else ()
-    return trained(name, row.label, experiment, s.path(row.name), curves, needs)
+    return training_job(name, row.label, experiment, s.path(row.name), curves, needs)
   source = _row(s, next(other for other in rows(s) if other.name == row.needs))
   settings = {"experiment": config_hash(experiment)}
-  return derived(name, row.label, source, settings, functools.partial(scores, experiment))
+  return derived(name, row.label, source, settings, functools.partial(initial_scores, experiment))
 
 
-def _graded(scale: str, s: Setting, row: Row, judge: Judge | None) -> Job | None:
+def _graded(scale: str, s: GroupedSetting, row: GroupedRow, judge: Judge | None) -> StudyJob | None:
   """The job of grading a row's stories; without a judge, a kept result or None."""
   name = f"grades/{s.name}-{row.name}"
   if judge is None:
@@ -130,7 +130,7 @@ def curves(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
   return {"curves": kept}
 
 
-def scores(experiment: Experiment) -> dict[str, Any]:
+def initial_scores(experiment: Experiment) -> dict[str, Any]:
   """Scores of the held-out splits by an untrained model with its initial variables."""
   text = load_text(experiment)
   run = text.experiment
@@ -154,7 +154,7 @@ def time_top_k(experiment: Experiment, folder: pathlib.Path, calls: int = 7) -> 
   """
   text = load_text(experiment)
   model = text.experiment.model
-  variables, step = read_variables(folder)
+  variables, step = read_run_variables(folder)
   tokens = np.asarray(text.splits["test"].tokens)
   count = max(1, min(TOP_SETTINGS["positions"], len(tokens) // model.context))
   windows_NT = tokens[: count * model.context].reshape(count, -1).astype(np.int32)

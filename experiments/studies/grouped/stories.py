@@ -14,10 +14,10 @@ from jaxtyping import PRNGKeyArray
 from experiments.studies.grouped.judge import Judge, mean_grades
 from vqjax.convert import part_of
 from vqjax.lab.config import Experiment
-from vqjax.lab.conversion import Distilled
 from vqjax.lab.data import fit_tokenizer
-from vqjax.lab.training import read_variables
-from vqjax.lab.training.run import load_text
+from vqjax.lab.starting_points import Distilled
+from vqjax.lab.training import read_run_variables
+from vqjax.lab.training.run_folder import load_text
 from vqjax.lm.checkpoints import Tokenizer
 from vqjax.lm.models import LanguageModel
 
@@ -34,7 +34,7 @@ def graded(
     judge: grades the stories.
   """
   tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
-  model, variables = load_text(experiment).experiment.model, read_variables(folder)[0]
+  model, variables = load_text(experiment).experiment.model, read_run_variables(folder)[0]
   if isinstance(model, Distilled):
     model, variables = model.student, part_of(variables, "student")
   prompts = beginnings(experiment.data.documents("test"), tokenizer, settings["stories"])

@@ -12,10 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
 
-from experiments.studies import page
-from experiments.studies.page import DOCS, Results, Spread
-from experiments.studies.vq_logits.rows import Row, paper_rows, rows
-from experiments.studies.vq_logits.settings import SCALES, Setting
+from experiments.studies import study_page
+from experiments.studies.study_page import DOCS, Results, Spread
+from experiments.studies.vq_logits.rows import VQLogitsRow, paper_rows, rows
+from experiments.studies.vq_logits.settings import SCALES, VQLogitsSetting
 from vqjax import CodebookHead, LearnedCodebookHead, LearnedProductHead, ProductHead
 from vqjax.lab.report import units
 from vqjax.lab.report.plots import byte_axis, label_points
@@ -46,7 +46,7 @@ FAMILIES = {
 """Series of the figure of bytes -> classes of heads."""
 
 
-PAPER = page.read_paper(pathlib.Path(__file__).with_name("paper.csv"))
+PAPER = study_page.read_paper(pathlib.Path(__file__).with_name("paper.csv"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Measurement:
     largest: number of tokens on the largest code.
   """
 
-  row: Row
+  row: VQLogitsRow
   failed: int
   head: Mapping[str, Any]
   perplexity: Spread | None
@@ -86,9 +86,9 @@ class Measurement:
     return self.perplexity.mean / self.floor
 
 
-def measure(results: Results, setting: Setting, row: Row) -> Measurement:
+def measurement(results: Results, setting: VQLogitsSetting, row: VQLogitsRow) -> Measurement:
   """The measurement of a row beside the full softmax that was trained as it was."""
-  of = lambda name: page.finished(results, f"{setting.name}/{name}")
+  of = lambda name: study_page.finished_results(results, f"{setting.name}/{name}")
   done = of(row.name)
   from_scratch = not row.needs and row.name != "dense"
   full = of("full-scratch" if from_scratch else "full")
@@ -104,7 +104,7 @@ def measure(results: Results, setting: Setting, row: Row) -> Measurement:
     else:
       fixed = ProductHead(vocab, own.dim, own.codes, own.subspaces, token_bias=bias)
     head_bytes = fixed.size().state_bytes
-  every = page.seeds(results, f"{setting.name}/{row.name}").values()
+  every = study_page.seeds(results, f"{setting.name}/{row.name}").values()
   floors = [kept["floors"] for kept in every if kept.get("floors")]
   mean = lambda key: statistics.fmean(each[key] for each in floors) if floors else None
   return Measurement(
@@ -121,15 +121,15 @@ def measure(results: Results, setting: Setting, row: Row) -> Measurement:
   )
 
 
-def vocab_size(results: Results, setting: Setting) -> int | None:
+def vocab_size(results: Results, setting: VQLogitsSetting) -> int | None:
   """V, from the number of parameters of a full softmax without bias."""
   for name in ("full", "dense"):
-    for result in page.finished(results, f"{setting.name}/{name}").values():
+    for result in study_page.finished_results(results, f"{setting.name}/{name}").values():
       return result["head"]["params"] // setting.dim
   return None
 
 
-def table(
+def vq_logits_table(
   measured: Sequence[Measurement],
   paper: Mapping[str, Mapping[str, str]] | None = None,
   full: Mapping[str, str] | None = None,
@@ -165,7 +165,7 @@ def _over(perplexity: str, full: Mapping[str, str]) -> str:
   return f"{100 * (float(perplexity) / float(full['perplexity']) - 1):+.1f}"
 
 
-def paper_table(results: Results, setting: Setting, name: str) -> pd.DataFrame:
+def paper_table(results: Results, setting: VQLogitsSetting, name: str) -> pd.DataFrame:
   """A table of the paper: all methods of a main table, or an ablation's rows."""
   # At another scale, codebooks have other sizes; the first of the paper's stands for our first.
   theirs = map(int, PAPER["Setup"][setting.name]["codes"].split())
@@ -175,13 +175,13 @@ def paper_table(results: Results, setting: Setting, name: str) -> pd.DataFrame:
   by_name = {row.name: row for row in paper_rows(setting)}
   methods = [row for row in by_name if not re.match(r"vq-\d+-", row)]
   names = methods if name == MAIN[setting.name] else printed
-  measured = [measure(results, setting, by_name[row]) for row in names]
-  return table(measured, printed, PAPER[MAIN[setting.name]]["full"])
+  measured = [measurement(results, setting, by_name[row]) for row in names]
+  return vq_logits_table(measured, printed, PAPER[MAIN[setting.name]]["full"])
 
 
-def conversions(results: Results, setting: Setting) -> list[Measurement]:
+def conversions(results: Results, setting: VQLogitsSetting) -> list[Measurement]:
   """The rows that start from one trained model, numbered by perplexity."""
-  measured = [measure(results, setting, row) for row in rows(setting) if row.needs]
+  measured = [measurement(results, setting, row) for row in rows(setting) if row.needs]
   measured.sort(key=lambda m: m.perplexity.mean if m.perplexity else float("inf"))
   return [
     dataclasses.replace(m, row=dataclasses.replace(m.row, label=f"{number}. {m.row.label}"))
@@ -189,14 +189,14 @@ def conversions(results: Results, setting: Setting) -> list[Measurement]:
   ]
 
 
-def codebooks(results: Results, settings: Mapping[str, Setting]) -> pd.DataFrame:
+def codebooks(results: Results, settings: Mapping[str, VQLogitsSetting]) -> pd.DataFrame:
   """The paper's codebooks in all settings, with the factors of their perplexities."""
   lines = []
   for name, setting in settings.items():
     setup, printed = PAPER["Setup"][name], PAPER[MAIN[name]]
     by_name = {row.name: row for row in paper_rows(setting)}
     for theirs, codes in zip(setup["codes"].split(), setting.codes, strict=True):
-      m = measure(results, setting, by_name[f"vq-{codes}"])
+      m = measurement(results, setting, by_name[f"vq-{codes}"])
       perplexity = printed[f"vq-{theirs}"]["perplexity"]
       lines.append(
         {
@@ -215,7 +215,7 @@ def codebooks(results: Results, settings: Mapping[str, Setting]) -> pd.DataFrame
   return pd.DataFrame(lines)
 
 
-def setups(results: Results, settings: Mapping[str, Setting]) -> pd.DataFrame:
+def setups(results: Results, settings: Mapping[str, VQLogitsSetting]) -> pd.DataFrame:
   """Text, decoder and budget of each setting, and the paper's below it."""
   lines = []
   for name, here in settings.items():
@@ -273,7 +273,7 @@ def speed_block(speed: Mapping[str, Any] | None) -> str:
     }
     for row, cells in PAPER["Table 3"].items()
   )
-  parts = ["The paper, on an A100 with 16-bit weights:", page.markdown(paper)]
+  parts = ["The paper, on an A100 with 16-bit weights:", study_page.markdown(paper)]
   if speed is None:
     return "\n\n".join([*parts, f"Measured: {units.MISSING}"])
   shape, origin = speed["sizes"]["shape"], speed["provenance"]
@@ -294,7 +294,7 @@ def speed_block(speed: Mapping[str, Any] | None) -> str:
       }
       for name, row in speed[key].items()
     )
-    parts += [f"{title}:", page.markdown(frame)]
+    parts += [f"{title}:", study_page.markdown(frame)]
   cell = lambda row: f"{units.milliseconds(row['seconds'])} ({units.ratio(row['times_faster'])})"
   for batch, by_head in speed["decoding"].items():
     frame = pd.DataFrame(
@@ -302,7 +302,7 @@ def speed_block(speed: Mapping[str, Any] | None) -> str:
       for name, steps in by_head.items()
     )
     title = f"One step of decoding, {batch}, milliseconds and times faster:"
-    parts += [title, page.markdown(frame)]
+    parts += [title, study_page.markdown(frame)]
   return "\n\n".join(parts)
 
 
@@ -334,7 +334,7 @@ def bytes_figure(measured: Sequence[Measurement]) -> Figure | None:
     if members:
       own = [xs[at] for at in members], [ys[at] for at in members]
       axes.plot(*own, "o", markersize=6, color=color, label=family)
-  best = page.frontier(zip(xs, ys, strict=True))
+  best = study_page.frontier(zip(xs, ys, strict=True))
   axes.plot(*zip(*best, strict=True), color=INK, alpha=0.4, linewidth=1, zorder=1)
   axes.set_xlabel("head bytes")
   axes.set_ylabel("test perplexity")
@@ -345,13 +345,13 @@ def bytes_figure(measured: Sequence[Measurement]) -> Figure | None:
   return figure
 
 
-def codes_figure(results: Results, settings: Mapping[str, Setting]) -> Figure:
+def codes_figure(results: Results, settings: Mapping[str, VQLogitsSetting]) -> Figure:
   """Figure 2a for each text: perplexity, floor and the paper's, by codebook size."""
   figure = Figure(figsize=(9.6, 3.8), layout="constrained")
   for axes, (name, setting) in zip(
     figure.subplots(1, len(settings)), settings.items(), strict=True
   ):
-    by_name = {row.name: measure(results, setting, row) for row in paper_rows(setting)}
+    by_name = {row.name: measurement(results, setting, row) for row in paper_rows(setting)}
     own = {k: by_name[f"vq-{k}"] for k in setting.codes}
     measured = {k: m.perplexity.mean for k, m in own.items() if m.perplexity}
     floor = {k: m.floor for k, m in own.items() if m.floor}
@@ -415,7 +415,7 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks and figures of the page; return their paths."""
   settings = SCALES["cpu"]
-  speed = page.bench(docs, "codebook")
+  speed = study_page.bench(docs, "codebook")
   converted = conversions(results, settings["ptb"])
   frames = {
     "codebooks": codebooks(results, settings),
@@ -423,17 +423,17 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     **{_slug(table): paper_table(results, settings[name], table) for name, table in MAIN.items()},
     **{_slug(name): paper_table(results, settings["wikitext"], name) for name in ABLATIONS},
     "table-8": shared_words(results),
-    "conversions": table(converted),
-    "kmeans": kmeans_table(page.bench(docs, "kmeans")),
+    "conversions": vq_logits_table(converted),
+    "kmeans": kmeans_table(study_page.bench(docs, "kmeans")),
   }
-  blocks = {name: page.markdown(f) if len(f) else units.MISSING for name, f in frames.items()}
+  blocks = {name: study_page.markdown(f) if len(f) else units.MISSING for name, f in frames.items()}
   blocks["table-3"] = speed_block(speed)
   figures = {
     "vq-bytes.png": bytes_figure(converted),
     "vq-codes.png": codes_figure(results, settings),
     "vq-speed.png": speed_figure(speed) if speed else None,
   }
-  return page.publish(docs, "vq_logits", results, blocks, figures)
+  return study_page.publish_page(docs, "vq_logits", results, blocks, figures)
 
 
 def _slug(table: str) -> str:
@@ -448,4 +448,4 @@ def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
     for name, main in MAIN.items()
     for title in (main, *(ABLATIONS if name == "wikitext" else ()))
   }
-  return tables | {"Conversions": table(conversions(results, settings["ptb"]))}
+  return tables | {"Conversions": vq_logits_table(conversions(results, settings["ptb"]))}

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from experiments.studies.vq_logits.settings import Setting
+from experiments.studies.vq_logits.settings import VQLogitsSetting
 from vqjax import Head, assign, convert, embeddings, heads
-from vqjax.lab import conversion
+from vqjax.lab import starting_points
 from vqjax.lab.config import FROM_TOKENIZER, Experiment
 from vqjax.lab.training import FromRun, Recluster
 
@@ -16,7 +16,7 @@ WITHOUT_HEAD = "embedding", "position", "blocks", "final_norm"
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class VQLogitsRow:
   """A row of the tables of one setting.
 
   Attributes:
@@ -36,7 +36,7 @@ class Row:
   headline: bool = False
 
 
-def rows(s: Setting) -> list[Row]:
+def rows(s: VQLogitsSetting) -> list[VQLogitsRow]:
   """Every row of a setting, each after those that it needs."""
   if s.further is None:
     return paper_rows(s)
@@ -44,15 +44,21 @@ def rows(s: Setting) -> list[Row]:
 
 
 def _scratch(
-  s: Setting, name: str, label: str, head: Head, init_from: Any = None, *, headline: bool = False
-) -> Row:
+  s: VQLogitsSetting,
+  name: str,
+  label: str,
+  head: Head,
+  init_from: Any = None,
+  *,
+  headline: bool = False,
+) -> VQLogitsRow:
   """A head trained from scratch for the steps of a dense run and its fine-tuning."""
   experiment = lambda seed: s.run(name, head, s.whole, seed, init_from=init_from)
-  return Row(name, label, head, experiment, headline=headline)
+  return VQLogitsRow(name, label, head, experiment, headline=headline)
 
 
 def _converted(
-  s: Setting,
+  s: VQLogitsSetting,
   name: str,
   label: str,
   head: Head,
@@ -61,21 +67,21 @@ def _converted(
   headline: bool = False,
   recluster: Recluster | None = None,
   **options: Any,
-) -> Row:
+) -> VQLogitsRow:
   """A head computed from the dense run's weights, then fine-tuned."""
 
   def experiment(seed: int) -> Experiment:
     dense = dataclasses.replace(s.dense, seed=seed)
     folder = s.path("dense", seed)
-    made = conversion.converted(
+    made = starting_points.converted(
       dense, folder, head, target, name=name, train=s.fine_tune, **options
     )
     return dataclasses.replace(made, recluster=recluster)
 
-  return Row(name, label, head, experiment, needs=("dense",), headline=headline)
+  return VQLogitsRow(name, label, head, experiment, needs=("dense",), headline=headline)
 
 
-def paper_rows(s: Setting) -> list[Row]:
+def paper_rows(s: VQLogitsSetting) -> list[VQLogitsRow]:
   """The rows of the paper's Tables 1, 2, 6, 7, 9 and 10 and of its Section 6."""
   dense = heads.DenseHead(V, s.dim, dtype=s.dtype)
   before = lambda seed: dataclasses.replace(s.dense, seed=seed)
@@ -83,8 +89,8 @@ def paper_rows(s: Setting) -> list[Row]:
     "full", dense, s.fine_tune, seed, init_from=FromRun(s.path("dense", seed))
   )
   listed = [
-    Row("dense", "Full softmax, before fine-tuning", dense, before, headline=True),
-    Row("full", "Full softmax", dense, tuned, needs=("dense",), headline=True),
+    VQLogitsRow("dense", "Full softmax, before fine-tuning", dense, before, headline=True),
+    VQLogitsRow("full", "Full softmax", dense, tuned, needs=("dense",), headline=True),
     _scratch(s, "full-scratch", "Full softmax, from scratch", dense, headline=True),
   ]
   adaptive = heads.AdaptiveHead(V, s.dim, s.cutoffs, dtype=s.dtype)
@@ -120,12 +126,12 @@ def paper_rows(s: Setting) -> list[Row]:
   return [
     *listed,
     codebook("fixed", "k-means init, fixed C", as_paper, scope=WITHOUT_HEAD),
-    _scratch(s, f"vq-{k}-scratch", "random init, learned C", head, conversion.Mapped(inputs)),
+    _scratch(s, f"vq-{k}-scratch", "random init, learned C", head, starting_points.Mapped(inputs)),
     codebook("inputs", "k-means on input embeddings", to(inputs)),
     codebook("bins", "frequency bins", to(convert.FrequencyBins())),
     codebook("random", "random assignment", to(convert.Fixed(assign.Random(0)))),
-    codebook("head", "C and head layers", as_paper, scope=conversion.HEAD),
-    codebook("codebook", "only C", as_paper, scope=conversion.CODEBOOK),
+    codebook("head", "C and head layers", as_paper, scope=starting_points.HEAD),
+    codebook("codebook", "only C", as_paper, scope=starting_points.CODEBOOK),
     _scratch(s, f"vq-{k}-tied", "tied to the input embedding, + bias", tied),
   ]
 
@@ -135,7 +141,7 @@ ALONE = convert.KMeans(power=1.0, alone=0.5)
 BROWN = convert.Brown(token_bias=True)
 
 
-def _codebooks(s: Setting) -> list[Row]:
+def _codebooks(s: VQLogitsSetting) -> list[VQLogitsRow]:
   """Other assignments of tokens to codes, and other ways to train a codebook."""
   k, small, to = s.codes[-1], s.further.small_codes, convert.ToCodebook
   plain = heads.CodebookHead(V, s.dim, k, dtype=s.dtype)
@@ -181,7 +187,7 @@ def _codebooks(s: Setting) -> list[Row]:
   ]
 
 
-def _other_heads(s: Setting) -> list[Row]:
+def _other_heads(s: VQLogitsSetting) -> list[VQLogitsRow]:
   """Heads other than the codebook."""
   product = heads.ProductHead(V, s.dim, *s.further.product, token_bias=True)
   learned = heads.LearnedProductHead(V, s.dim, *s.further.product, token_bias=True)

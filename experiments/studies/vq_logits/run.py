@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from experiments.studies.measure import single_tokens
-from experiments.studies.study import Job, Study, trained
+from experiments.studies.held_out import single_tokens
+from experiments.studies.study import Study, StudyJob, training_job
 from experiments.studies.vq_logits import report
-from experiments.studies.vq_logits.rows import Row, rows
-from experiments.studies.vq_logits.settings import SCALES, Setting
+from experiments.studies.vq_logits.rows import VQLogitsRow, rows
+from experiments.studies.vq_logits.settings import SCALES, VQLogitsSetting
 from vqjax import CodebookHead, LearnedCodebookHead, assign, convert
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import encode_split, fit_tokenizer
-from vqjax.lab.training import read_variables
+from vqjax.lab.training import read_run_variables
 from vqjax.lm.checkpoints import Tokenizer
 
 SHOWN_WORDS = 10
@@ -43,7 +43,7 @@ def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, float] | N
   head = experiment.model.head
   if not isinstance(head, (CodebookHead, LearnedCodebookHead)):
     return None
-  variables, _ = read_variables(folder)
+  variables, _ = read_run_variables(folder)
   if isinstance(head, LearnedCodebookHead):
     own = convert.frozen(convert.part_of(variables, "head"))
     variables = convert.with_part(variables, "head", own)
@@ -66,7 +66,7 @@ def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, float] | N
 
 def clusters(experiment: Experiment, folder: pathlib.Path) -> list[dict[str, Any]]:
   """The code that holds most words of each row of Table 8."""
-  variables, _ = read_variables(folder)
+  variables, _ = read_run_variables(folder)
   assignment = variables["codes"]["head"]["assignment"]
   tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
   train = encode_split(experiment.data, tokenizer, "train")
@@ -109,7 +109,7 @@ def shared_code(
   }
 
 
-def jobs(scale: str) -> list[Job]:
+def jobs(scale: str) -> list[StudyJob]:
   """All runs of a scale, each after those that it starts from."""
   return [
     _job(setting, row, seed)
@@ -120,7 +120,7 @@ def jobs(scale: str) -> list[Job]:
   ]
 
 
-def _job(setting: Setting, row: Row, seed: int) -> Job:
+def _job(setting: VQLogitsSetting, row: VQLogitsRow, seed: int) -> StudyJob:
   named = lambda name: f"{setting.name}/{name}" + (f"-s{seed}" if seed else "")
 
   def measure(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _job(setting: Setting, row: Row, seed: int) -> Job:
       measured["clusters"] = clusters(experiment, folder)
     return measured
 
-  return trained(
+  return training_job(
     named(row.name),
     row.label,
     row.experiment(seed),

@@ -54,7 +54,7 @@ class Further:
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class VQLogitsSetting:
   """A text, a decoder, a training budget, and the sizes of the compared heads.
 
   Attributes:
@@ -132,12 +132,12 @@ def _dense(data: Source, tokenizer: TokenizerRecipe, train: Train, **fields: Any
   return Experiment("dense", model, data, tokenizer, Windows(), train)
 
 
-def _smoke(name: str, **fields: Any) -> Setting:
+def _smoke(name: str, **fields: Any) -> VQLogitsSetting:
   train = {"batch": 4, "warmup": 2, "learning_rate": 3e-3}
   decoder = {"dim": 16, "layers": 1, "heads": 2, "context": 16, "dropout": 0.0}
   # Little of the text that every machine has is evaluated.
   text = Text(valid_fraction=0.005, test_fraction=0.005)
-  return Setting(
+  return VQLogitsSetting(
     name,
     "smoke",
     _dense(text, WordTokenizer(vocab=400), _train(4, **train), **decoder),
@@ -151,11 +151,11 @@ def _smoke(name: str, **fields: Any) -> Setting:
 
 def _cpu(
   name: str, data: Source, tokenizer: TokenizerRecipe, steps: int, fine_tune: int, **fields: Any
-) -> Setting:
+) -> VQLogitsSetting:
   """A decoder of width 128 with two layers, on batches of 1,024 tokens."""
   train = {"batch": 16, "warmup": 100, "weight_decay": 0.1}
   decoder = {"dim": 128, "layers": 2, "heads": 4, "context": 64, "dropout": 0.1}
-  return Setting(
+  return VQLogitsSetting(
     name,
     "cpu",
     _dense(data, tokenizer, _train(steps, learning_rate=3e-3, **train), **decoder),
@@ -164,7 +164,7 @@ def _cpu(
   )
 
 
-def _paper(name: str, config: Experiment, **fields: Any) -> Setting:
+def _paper(name: str, config: Experiment, **fields: Any) -> VQLogitsSetting:
   """The paper's decoder and schedule, with Table 4's second column's fine-tuning."""
   model, train = config.model, config.train
   fine_tune = dataclasses.replace(
@@ -176,7 +176,7 @@ def _paper(name: str, config: Experiment, **fields: Any) -> Setting:
     head=model.head.clone(vocab=FROM_TOKENIZER),
   )
   dense = dataclasses.replace(config, name="dense", model=free)
-  return Setting(name, "paper", dense, fine_tune, **fields)
+  return VQLogitsSetting(name, "paper", dense, fine_tune, **fields)
 
 
 SCALES = {

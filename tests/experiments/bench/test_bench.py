@@ -27,7 +27,7 @@ from experiments.bench import (
 from experiments.bench.grouped import CONTENDERS, Decoder, experiment, macs
 from experiments.bench.losses import LossShape
 from experiments.bench.registry import BENCHMARKS, Benchmark
-from experiments.studies import page
+from experiments.studies import study_page
 from tests import tiny
 from vqjax import DenseHead, GroupedHead
 from vqjax.lab.config import FROM_TOKENIZER
@@ -43,7 +43,7 @@ def figures(request, tmp_path, monkeypatch, capsys):
   monkeypatch.setattr("experiments.bench.measure.MIN_SECONDS", 0.0)
   text = tiny.write_text(tmp_path / "text")
   monkeypatch.setattr(
-    loop, "load", lambda path: tiny.experiment(text, DenseHead(FROM_TOKENIZER, 16))
+    loop, "load_config", lambda path: tiny.experiment(text, DenseHead(FROM_TOKENIZER, 16))
   )
   decoders = codebook.decoders
   monkeypatch.setattr(codebook, "decoders", lambda s: dict(list(decoders(s).items())[:3]))
@@ -65,7 +65,7 @@ def of(name, slow=False):
 
 def test_tables_are_printed_whole(capsys):
   cells = ["of all columns " * 5, "1.25x (the median)", *["tokens/s, bound " * 2] * 3]
-  measure.show("", cells, [cells])
+  measure.show_rows("", cells, [cells])
   lines = capsys.readouterr().out.splitlines()
   assert all(sum(cell.strip() in line for line in lines) == 2 for cell in cells)
 
@@ -77,7 +77,7 @@ def test_the_softmax_benchmark_compares_every_loss_with_float64(figures):
     assert table["rows"][softmax.MATERIALISED]["time_ratio"] == 1
     assert all(row["error"] < softmax.MAX_ERROR for row in table["rows"].values())
   wrong = {"seconds": 1.0, "time_ratio": 1.0, "temp_bytes": 0, "loss": 10.39, "error": 0.0145}
-  assert "WRONG" in softmax.cells("chunked", wrong)[-1]
+  assert "WRONG" in softmax.loss_cells("chunked", wrong)[-1]
 
 
 @of("options", slow=True)
@@ -158,7 +158,7 @@ def test_the_page_on_generation_has_the_figures_of_drafters(tmp_path):
   copy = tmp_path / "page.md"
   shutil.copy(speculation_report.PAGE, copy)
   names = "speculation", "speculation-run", "medusa"
-  figures, *others = (page.bench(page.DOCS, name) for name in names)
+  figures, *others = (study_page.bench(study_page.DOCS, name) for name in names)
   assert not speculation_report.update(copy, figures, *others)
   assert speculation_report.plot(figures).axes
 
@@ -258,13 +258,13 @@ def test_slices_and_groups_cover_their_whole():
 
 @pytest.mark.slow
 def test_slices_have_the_loss_and_gradient_of_all_tokens_at_once(monkeypatch):
-  sizes = codebook.Sizes(LossShape(12, 6, 31), (5,), (7, 20), 3, (4, 2), (1,), (1,))
+  sizes = codebook.CodebookSizes(LossShape(12, 6, 31), (5,), (7, 20), 3, (4, 2), (1,), (1,))
   monkeypatch.setattr(codebook, "SLICE_SCORES", 4 * 31)
   rows, data = codebook.contenders(sizes), codebook.batch(sizes.shape)
   equal = {codebook.FULL: codebook.TILED, codebook.GATHER: "codebook K=5"}
   for sliced, whole in equal.items():
     variables = codebook.variables_of([rows[whole].head])[rows[sliced].head]
-    for program in (codebook.forward, codebook.training):
+    for program in (codebook.forward, codebook.training_program):
       results = []
       for name in (sliced, whole):
         function, arguments = program(rows[name], variables, *data)

@@ -30,7 +30,7 @@ def test_every_line_says_that_it_is_an_estimate_and_ours_has_its_ratio_to_the_be
   table.write_text(
     "".join(f"<!-- generated: {x} -->\n<!-- end: {x} -->\n" for x in ("times", "decoding", "parts"))
   )
-  tpu.render(tpu.read_rows(results), table)
+  tpu.render_losses(tpu.read_loss_rows(results), table)
   lines = [
     line
     for line in table.read_text().splitlines()
@@ -45,11 +45,11 @@ def test_every_line_says_that_it_is_an_estimate_and_ours_has_its_ratio_to_the_be
 def test_what_has_an_estimate_is_not_compiled_again(results, monkeypatch):
   monkeypatch.setattr(tpu, "isolated", lambda *_: pytest.fail("compiled"))
   before = results.read_text()
-  tpu.fill(results, list(tpu.read_rows(results)))
+  tpu.fill_losses(results, list(tpu.read_loss_rows(results)))
   assert results.read_text() == before
 
 
 def test_a_line_that_is_no_row_is_named(tmp_path):
   (tmp_path / "rows.jsonl").write_text('{"program": 1}\n')
   with pytest.raises(ValueError, match=r"line 1 .* must be an estimate"):
-    tpu.read_rows(tmp_path / "rows.jsonl")
+    tpu.read_loss_rows(tmp_path / "rows.jsonl")

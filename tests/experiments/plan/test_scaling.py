@@ -49,7 +49,7 @@ def test_rows_are_read_back_newest_first(tmp_path):
   key = {"config": "lm_1b", "head": "dense", "vocab": 32_768, "chips": 16}
   file = tmp_path / "rows.jsonl"
   file.write_text("".join(json.dumps(key | more) + "\n" for more in ({"failed": "x"}, {"plan": 1})))
-  assert scaling.read_rows(file) == {cell: key | {"plan": 1}}
+  assert scaling.read_plan_rows(file) == {cell: key | {"plan": 1}}
   file.write_text("{}\n")
   with pytest.raises(ValueError, match=r"rows.jsonl, line 1, is damaged: `config`"):
-    scaling.read_rows(file)
+    scaling.read_plan_rows(file)

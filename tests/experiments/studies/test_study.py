@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from experiments.studies import page
-from experiments.studies.page import Spread
-from experiments.studies.study import Job, Study
+from experiments.studies import study_page
+from experiments.studies.study import Study, StudyJob
+from experiments.studies.study_page import Spread
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def study(tmp_path, monkeypatch, made):
       made.append(name)
       return {"result": {"status": status, "config_hash": f"hash of {name}"}}
 
-    return Job(name, f"label of {name}", lambda: f"hash of {name}", make, needs)
+    return StudyJob(name, f"label of {name}", lambda: f"hash of {name}", make, needs)
 
   jobs = [
     job("a/dense", "failed"),
@@ -127,9 +127,9 @@ def test_only_the_generated_blocks_of_a_page_are_rewritten(tmp_path):
   path = tmp_path / "page.md"
   path.write_text(PAGE)
   blocks = {"one": "first \\1", "two": "second\n"}
-  assert page.update(path, blocks)
+  assert study_page.update_page(path, blocks)
   rewritten = path.read_text()
-  assert not page.update(path, blocks)
+  assert not study_page.update_page(path, blocks)
   assert path.read_text() == rewritten
   outside = lambda text: [part.split("-->\n")[-1] for part in text.split("<!-- generated")]
   assert outside(rewritten) == outside(PAGE)
@@ -142,13 +142,13 @@ def test_markers_and_blocks_must_match(tmp_path, names):
   path = tmp_path / "page.md"
   path.write_text(PAGE)
   with pytest.raises(ValueError, match="`page`"):
-    page.update(path, dict.fromkeys(names, ""))
+    study_page.update_page(path, dict.fromkeys(names, ""))
   assert path.read_text() == PAGE
 
 
 def test_tables_show_missing_cells_and_leave_out_empty_columns():
   frame = pd.DataFrame({"head": ["a|b", "c"], "number": ["1.0", None], "empty": [None, None]})
-  header, align, *body = page.markdown(frame).splitlines()
+  header, align, *body = study_page.markdown(frame).splitlines()
   cells = lambda line: [cell.strip() for cell in line.strip("|").split(" | ")]
   assert cells(header) == ["head", "number"]
   assert align.endswith("-:|")
@@ -164,8 +164,8 @@ def test_seeds_are_the_suffixes_of_a_row():
     "ptb/full-s1-more": result("finished"),
     "ptb/full-x": result("finished"),
   }
-  assert page.seeds(results, "ptb/full").keys() == {0, 1, 12}
-  assert page.finished(results, "ptb/full").keys() == {0, 12}
+  assert study_page.seeds(results, "ptb/full").keys() == {0, 1, 12}
+  assert study_page.finished_results(results, "ptb/full").keys() == {0, 12}
 
 
 def test_a_spread_is_the_mean_and_the_sample_deviation():
@@ -180,7 +180,7 @@ def test_a_wide_table_is_shown_in_parts_with_whole_numbers():
     | {f"{n} per cent": [f"{n}.25 ± {n}.75"] for n in range(9)}
   )
   stream = io.StringIO()
-  page.show(Console(file=stream, width=60), "Title", frame)
+  study_page.show_frame(Console(file=stream, width=60), "Title", frame)
   lines = stream.getvalue().splitlines()
   assert max(map(len, lines)) <= 60
   assert all(f"{n}.25 ± {n}.75" in stream.getvalue() for n in range(9))

@@ -113,7 +113,7 @@ def test_overrides_reach_fields_at_every_depth():
 def test_the_parts_of_a_model_share_its_width():
   configs = pathlib.Path(__file__).parents[3] / "configs"
   for name in ("lm_codebook", "lm_grouped", "lm_tied"):
-    model = override(config.load(configs / f"{name}.py"), ["model.dim=64"]).model
+    model = override(config.load_config(configs / f"{name}.py"), ["model.dim=64"]).model
     assert (model.dim, model.embedding.dim, model.head.dim) == (64, 64, 64)
   assert model.head.embedding is model.embedding
 
@@ -260,7 +260,7 @@ def config_file(tmp_path):
 
 
 def test_a_config_file_is_loaded_by_path(config_file):
-  loaded = config.load(config_file)
+  loaded = config.load_config(config_file)
   assert loaded.name == "file"
   assert override(loaded, ["data.path=other"]).data.path == "other"
 
@@ -281,18 +281,18 @@ def test_a_config_in_a_folder_imports_its_neighbours(config_file):
 
 def test_a_missing_config_lists_the_others_of_its_folder(config_file):
   with pytest.raises(FileNotFoundError, match=r"apple.py\? .* has apple"):
-    config.load(config_file.with_name("aple.py"))
+    config.load_config(config_file.with_name("aple.py"))
   with pytest.raises(FileNotFoundError, match="nowhere"):
-    config.load(config_file.parent / "nowhere" / "apple.py")
+    config.load_config(config_file.parent / "nowhere" / "apple.py")
 
 
 def test_a_config_file_must_define_an_experiment(config_file):
   config_file.write_text("x = 1")
   with pytest.raises(ValueError, match=r"function experiment\(\)"):
-    config.load(config_file)
+    config.load_config(config_file)
   config_file.write_text("def experiment():\n  return 7")
   with pytest.raises(ValueError, match="Experiment; got 7"):
-    config.load(config_file)
+    config.load_config(config_file)
 
 
 def test_the_hash_is_the_same_in_every_process(config_file):
@@ -302,7 +302,7 @@ def test_the_hash_is_the_same_in_every_process(config_file):
   environment = {**os.environ, "PYTHONHASHSEED": "17", "JAX_PLATFORMS": "cpu"}
   command = [sys.executable, "-c", code, str(config_file)]
   other = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-  here = config.config_hash(config.load(config_file))
+  here = config.config_hash(config.load_config(config_file))
   assert other.stdout.strip() == here
   assert len(here) == 12
   assert int(here, 16) >= 0
@@ -323,13 +323,13 @@ def test_an_int_in_a_float_field_is_the_same_experiment():
 
 
 def test_the_hash_ignores_where_code_lies_and_how_it_is_written(config_file, monkeypatch):
-  before = config.config_hash(config.load(config_file))
+  before = config.config_hash(config.load_config(config_file))
   moved = config_file.parents[1] / "elsewhere" / "pear.py"
   moved.parent.mkdir()
   moved.write_text(
     "# A comment.\n" + config_file.read_text().replace("7, kernel", "7,\n    kernel")
   )
-  assert config.config_hash(config.load(moved)) == before
+  assert config.config_hash(config.load_config(moved)) == before
   tied = config.config_hash(make())
   monkeypatch.setattr(Embedding, "__module__", "another.module")
   assert config.config_hash(make()) == tied
@@ -482,4 +482,4 @@ def test_the_mesh_is_not_part_of_the_identity():
 )
 def test_an_absurd_value_is_refused_by_name(assignment, message):
   with pytest.raises(ValueError, match=message):
-    override(config.load(ROOT / "configs" / "lm_dense.py"), [assignment])
+    override(config.load_config(ROOT / "configs" / "lm_dense.py"), [assignment])

@@ -12,8 +12,8 @@ from vqjax.lab.data import (
   Stories,
   WikiText,
   WordTokenizer,
+  corpus_files,
   encode_split,
-  files,
   fit_tokenizer,
 )
 from vqjax.lab.data.corpora import END
@@ -86,7 +86,7 @@ def test_files_come_in_order_and_half_of_validation_is_the_test_unless_it_has_fi
 @pytest.mark.parametrize("large", [False, True])
 def test_the_fingerprint_changes_with_the_text(folder, large, monkeypatch):
   if large:
-    monkeypatch.setattr(files, "LARGE", 2**20)
+    monkeypatch.setattr(corpus_files, "LARGE", 2**20)
   path = folder / "c4-train.00000-of-01024.json.gz"
   padding = "".join(str(i * i) for i in range(400_000))  # packed, two MiB
   before = None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vqjax.lab.data import PennTreebank, TokenSplit, WordTokenizer, encode_split, fit_tokenizer
-from vqjax.lab.data.cache import count_tokens
+from vqjax.lab.data.token_cache import count_tokens
 
 
 @pytest.fixture

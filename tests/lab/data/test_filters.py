@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vqjax.lab.data import Filtered, SentencePieceTokenizer, Source, encode_split, fit_tokenizer
-from vqjax.lab.data.files import content_hash, normalised_hash
+from vqjax.lab.data.corpus_files import content_hash, normalised_hash
 from vqjax.lab.data.filters import FilterCounts
 from vqjax.lab.data.source import SPLITS
 

@@ -14,9 +14,9 @@ from vqjax.lab.data import (
   encode_split,
   fingerprint,
   fit_tokenizer,
-  tokenizers,
+  tokenizer_recipes,
 )
-from vqjax.lab.data.text import docstrings, stdlib_modules
+from vqjax.lab.data.plain_text import docstrings, stdlib_modules
 
 WORDS = "the cat sat on a mat while seven dogs were running after their ball".split()  # noqa: SIM905
 PROSE = [" ".join(WORDS[(i * k) % 13] for k in range(2, 9)) + f" {i}." for i in range(211)]
@@ -114,7 +114,7 @@ def test_a_sample_has_every_line_equally_often():
   # 7 of 101 lines, drawn from 3,000 orders of them: each 207.9 times but for chance.
   draw = np.random.default_rng(0)
   orders = (draw.permutation(101) for _ in range(3000))
-  counts = np.bincount(np.concatenate([tokenizers._sample(order, 7) for order in orders]))
+  counts = np.bincount(np.concatenate([tokenizer_recipes._sample(order, 7) for order in orders]))
   # Five standard deviations of a binomial: sqrt(3000 · 7/101 · 94/101) = 13.9.
   assert np.abs(counts - 3000 * 7 / 101).max() < 70
 

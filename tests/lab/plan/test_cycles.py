@@ -50,4 +50,4 @@ def test_loops_are_multiplied_out_and_a_conditional_counts_as_its_cheaper_branch
   found = cycles.estimate(TEXT)
   assert found.cycles == 7 + 8 * (100 + 5)
   assert found.unknown == 0
-  assert found.parts[0] == cycles.Part("dot (dot_general)", "f32[4]", 8, 800)
+  assert found.parts[0] == cycles.InstructionCost("dot (dot_general)", "f32[4]", 8, 800)

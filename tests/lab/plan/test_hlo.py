@@ -30,7 +30,7 @@ def compiled(function, mesh, *arrays):
     lowered = jax.jit(function).lower(*(place(*array) for array in arrays))
     result = compile_lowered(lowered, mesh)
   assert result.stage == "partitioned"
-  program = hlo.parse(result.text)
+  program = hlo.parse_hlo(result.text)
   return program, loops.runs(program)
 
 
@@ -189,7 +189,7 @@ ENTRY %main (x: bf16[8,4]) -> f32[] {
 
 
 def test_asynchronous_pairs_count_once():
-  program = hlo.parse(ASYNC)
+  program = hlo.parse_hlo(ASYNC)
   found = collectives(program, loops.runs(program), {"data": 2, "model": 2})
   assert sorted((one.kind, one.bytes, one.axes) for one in found) == [
     ("all-gather", 2 * 64, ("model",)),
@@ -212,10 +212,10 @@ ENTRY %main (x: bf16[6,5,7], y: bf16[6,7,3]) -> bf16[6,5,3] {
 
 def test_a_batched_product_written_as_a_convolution_counts_as_one():
   text = BATCHED.replace("WINDOW", "window={size=6 stride=5 lhs_dilate=6}")
-  program = hlo.parse(text)
+  program = hlo.parse_hlo(text)
   assert matmul_flops(program, loops.runs(program)) == 2 * 6 * 5 * 7 * 3
 
 
 def test_text_without_an_entry_is_an_error():
   with pytest.raises(ValueError, match="ENTRY"):
-    hlo.parse("module {}")
+    hlo.parse_hlo("module {}")

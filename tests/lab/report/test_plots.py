@@ -9,7 +9,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from vqjax.lab import report
-from vqjax.lab.report.plots import smooth, spread
+from vqjax.lab.report.plots import smooth, spread_labels
 from vqjax.lm.pages import svg
 
 PLOTS = (report.loss_curves, report.size_against_perplexity)
@@ -80,12 +80,12 @@ def test_labels_of_crowded_points_do_not_overlap_and_stay_in_the_axes(
 
 def test_labels_of_curves_keep_their_distance_and_order():
   wanted = [0.5, 0.5, 0.52, 0.98, 0.97, 0.0]
-  placed = spread(wanted, 0.1)
+  placed = spread_labels(wanted, 0.1)
   assert min(np.diff(np.sort(placed))) >= 0.1 - 1e-12  # twelve digits of double precision
   assert sorted(range(6), key=lambda at: placed[at]) == [5, 0, 1, 2, 4, 3]
   assert min(placed) >= 0
   assert max(placed) <= 1
-  np.testing.assert_allclose(spread([0.1, 0.9, 0.5], 0.1), [0.1, 0.9, 0.5])
+  np.testing.assert_allclose(spread_labels([0.1, 0.9, 0.5], 0.1), [0.1, 0.9, 0.5])
 
 
 def test_smoothing_keeps_a_line_and_both_ends():

@@ -18,11 +18,11 @@ from vqjax.lab.training.checkpoint import (
   Checkpoints,
   FromPart,
   FromRun,
-  read_variables,
+  read_run_variables,
   saved_steps,
 )
 from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.run import load_text
+from vqjax.lab.training.run_folder import load_text
 from vqjax.lab.training.step import TrainState
 from vqjax.lm import records
 from vqjax.sharding import MeshShape, make_mesh
@@ -306,20 +306,20 @@ def test_the_newest_or_the_best_variables_of_a_folder_are_read_without_its_model
   assert saved_steps(trained) == [10, 20]
   assert saved_steps(trained / "nowhere") == []
   for how, number in (({}, 20), ({"best": True}, 10), ({"at": 10}, 10), ({"at": 20}, 20)):
-    found, step = read_variables(trained, **how)
+    found, step = read_run_variables(trained, **how)
     assert step == number
     assert found.keys() == {"params", "codes"}
     assert all(type(x) is np.ndarray for x in jax.tree.leaves(found))
     assert equal(found, filled(shapes, number).variables)
   with pytest.raises(FileNotFoundError, match="complete checkpoint of step 7; got none"):
-    read_variables(trained, at=7)
+    read_run_variables(trained, at=7)
 
 
 def test_a_damaged_checkpoint_of_another_run_is_skipped_and_not_moved(trained):
   newest = trained / "checkpoints" / "20"
   flip_a_bit(newest)
   with pytest.warns(UserWarning, match="checkpoint 20 .* is damaged"):
-    assert read_variables(trained)[1] == 10
+    assert read_run_variables(trained)[1] == 10
   assert newest.is_dir()
 
 
@@ -327,25 +327,25 @@ def test_the_best_checkpoint_stays_when_a_run_goes_on(experiment, trained):
   checkpoints = Checkpoints(trained, keep=1)
   checkpoints.save(filled(program_of(experiment).abstract_state, 30), {})
   checkpoints.close()
-  assert read_variables(trained, best=True)[1] == 10
-  assert read_variables(trained)[1] == 30
+  assert read_run_variables(trained, best=True)[1] == 10
+  assert read_run_variables(trained)[1] == 30
 
 
 def test_a_folder_without_checkpoints_is_an_error(tmp_path):
   for folder in (tmp_path, tmp_path / "absent"):
     with pytest.raises(FileNotFoundError, match="must be a run folder with checkpoints; got"):
-      read_variables(folder)
+      read_run_variables(folder)
   (tmp_path / "checkpoints").mkdir()
   for best, kind in ((False, "complete"), (True, "evaluated")):
     with pytest.raises(FileNotFoundError, match=f"must have one {kind} checkpoint"):
-      read_variables(tmp_path, best)
+      read_run_variables(tmp_path, best)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 def test_a_state_begins_with_the_given_variables_on_their_devices(experiment, trained, mesh):
   on = program_of(experiment, *mesh)
-  variables, _ = read_variables(trained)
+  variables, _ = read_run_variables(trained)
   state = on.begin(variables)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.variables), variables)
   assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, state, on.abstract_state))
@@ -359,8 +359,8 @@ def test_a_run_starts_from_another_only_where_it_has_no_checkpoint_yet(
   still = {"learning_rate": 1e-30, "warmup": 0, "steps": 2}
   begun = starting_from(experiment, FromRun(str(trained)), **still)
   fit(begun, tmp_path / "run")
-  expected = read_variables(trained)[0]
-  jax.tree.map(np.testing.assert_array_equal, read_variables(tmp_path / "run")[0], expected)
+  expected = read_run_variables(trained)[0]
+  jax.tree.map(np.testing.assert_array_equal, read_run_variables(tmp_path / "run")[0], expected)
   (tmp_path / "run" / "result.json").unlink()
   (trained / "config.json").unlink()  # a second start would fail without it
   assert fit(begun, tmp_path / "run")["status"] == "finished"
@@ -416,7 +416,7 @@ def test_init_from_is_part_of_an_experiments_identity(experiment):
 
 
 def test_a_run_may_begin_with_a_part_of_another(experiment, trained):
-  other = read_variables(trained)[0]["params"]
+  other = read_run_variables(trained)[0]["params"]
   part = dataclasses.replace(experiment, init_from=FromPart(str(trained), "blocks"))
   text, begun, fresh = tiny.begun(part)
   jax.tree.map(np.testing.assert_array_equal, begun["params"]["blocks"], other["blocks"])

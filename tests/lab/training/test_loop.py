@@ -15,7 +15,7 @@ from vqjax import CodebookHead
 from vqjax.lab.config import config_hash
 from vqjax.lab.training import NotFiniteError, fit, init_state, loop, optimizer, program
 from vqjax.lab.training.checkpoint import Checkpoints
-from vqjax.lab.training.run import RunFolder, load_text, read_metrics, read_result
+from vqjax.lab.training.run_folder import RunFolder, load_text, read_metrics, read_result
 from vqjax.lab.training.step import train_step
 from vqjax.lm import records
 

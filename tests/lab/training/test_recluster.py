@@ -8,11 +8,11 @@ import pytest
 
 from tests import tiny
 from vqjax import CodebookEmbedding, CodebookHead, DenseHead
-from vqjax.lab import conversion
+from vqjax.lab import starting_points
 from vqjax.lab.config import FROM_TOKENIZER, override
-from vqjax.lab.training import Recluster, fit, read_variables
+from vqjax.lab.training import Recluster, fit, read_run_variables
 from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.run import load_text
+from vqjax.lab.training.run_folder import load_text
 from vqjax.sharding import MeshShape, make_mesh
 
 
@@ -22,7 +22,7 @@ def with_recluster(experiment, recluster, **head):
 
 
 def assignment(folder):
-  return read_variables(folder)[0]["codes"]["head"]["assignment"]
+  return read_run_variables(folder)[0]["codes"]["head"]["assignment"]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_resumed_run_repeats_its_reassignments_bitwise(experiment, tmp_path):
   tiny.fit_and_interrupt(moving, tmp_path / "parts", 15)
   fit(moving, tmp_path / "parts")
   assert tiny.rows(tmp_path / "parts") == tiny.rows(tmp_path / "whole")
-  both = [read_variables(tmp_path / name)[0] for name in ("parts", "whole")]
+  both = [read_run_variables(tmp_path / name)[0] for name in ("parts", "whole")]
   jax.tree.map(np.testing.assert_array_equal, *both)
 
 
@@ -121,7 +121,7 @@ def test_the_student_of_a_distillation_cannot_be_reclustered(experiment):
   train = dataclasses.replace(experiment.train, trainable=("student",))
   student = experiment.model
   own = {"embedding": student.embedding.clone(), "head": DenseHead(FROM_TOKENIZER, 16)}
-  model = conversion.Distilled(student, student.clone(**own))
+  model = starting_points.Distilled(student, student.clone(**own))
   program, _ = on(dataclasses.replace(experiment, model=model, train=train), 1, 1, 1)
   with pytest.raises(ValueError, match="got a Distilled, whose head is inside another"):
     Recluster(5, 10).on(program, None)

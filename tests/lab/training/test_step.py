@@ -26,7 +26,7 @@ from vqjax.lab.training import (
 )
 from vqjax.lab.training.checkpoint import Checkpoints
 from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.step import checksum
+from vqjax.lab.training.step import state_checksums
 from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -109,7 +109,7 @@ def test_auxiliary_terms_join_the_loss_and_the_metrics(batch):
 @pytest.mark.slow
 def test_a_checksum_notices_one_bit_a_swap_and_a_sign():
   state = init_state(decoder(), optax.adam(1.0), jax.random.key(0))
-  before = np.asarray(checksum(state))
+  before = np.asarray(state_checksums(state))
   weight = state.params["embedding"]["weight"]
   changes = {
     "bit": weight.at[3, 2].set(jnp.nextafter(weight[3, 2], jnp.float32(9))),
@@ -117,10 +117,10 @@ def test_a_checksum_notices_one_bit_a_swap_and_a_sign():
     "sign of zero": weight.at[0, 0].set(-0.0),
   }
   zero = state.replace(params=state.params | {"embedding": {"weight": weight.at[0, 0].set(0.0)}})
-  reference = {"bit": before, "swap": before, "sign of zero": np.asarray(checksum(zero))}
+  reference = {"bit": before, "swap": before, "sign of zero": np.asarray(state_checksums(zero))}
   for name, changed in changes.items():
     other = state.replace(params=state.params | {"embedding": {"weight": changed}})
-    assert (np.asarray(checksum(other)) != reference[name]).sum() == 1, name
+    assert (np.asarray(state_checksums(other)) != reference[name]).sum() == 1, name
 
 
 @pytest.mark.slow

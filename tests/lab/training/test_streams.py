@@ -11,7 +11,7 @@ from tests import tiny
 from vqjax import DenseEmbedding, DenseHead
 from vqjax.lab.config import FROM_TOKENIZER
 from vqjax.lab.data import Streams
-from vqjax.lab.training import SGD, fit, read_variables
+from vqjax.lab.training import SGD, fit, read_run_variables
 from vqjax.lab.training.program import Program
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -43,7 +43,7 @@ def test_a_recurrent_model_learns_and_resumes_with_its_carry(recurrent, tmp_path
   tiny.fit_and_interrupt(recurrent, tmp_path / "parts", 13)
   resumed = fit(recurrent, tmp_path / "parts")
   assert resumed["test"] == whole["test"]
-  states = [read_variables(tmp_path / name)[0] for name in ("whole", "parts")]
+  states = [read_run_variables(tmp_path / name)[0] for name in ("whole", "parts")]
   jax.tree.map(np.testing.assert_array_equal, *states)
   assert np.abs(states[0]["carry"]["state"]).max() > 0
 

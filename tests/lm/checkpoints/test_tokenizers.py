@@ -159,7 +159,7 @@ def gpt2(real_data, tmp_path_factory):
 
 
 def test_gpt2_has_its_published_ids(gpt2, real_data):
-  source = checkpoints.readers.Source(
+  source = checkpoints.readers.ModelSource(
     gpt2, "safetensors", {"model_type": "gpt2", "eos_token_id": 50256}, {}
   )
   found = tokenizers.find_tokenizer(source)
@@ -172,7 +172,7 @@ def test_gpt2_has_its_published_ids(gpt2, real_data):
 @pytest.mark.slow
 def test_transformers_has_the_same_ids_for_ten_thousand_lines(gpt2, trained, tmp_path):
   transformers = pytest.importorskip("transformers", reason="`make parity` installs transformers")
-  source = checkpoints.readers.Source(gpt2, "safetensors", {"model_type": "gpt2"}, {})
+  source = checkpoints.readers.ModelSource(gpt2, "safetensors", {"model_type": "gpt2"}, {})
   found = tokenizers.find_tokenizer(source)
   merges = pathlib.Path(gpt2 / "merges.txt")
   if not merges.read_text("utf-8").startswith("#version"):

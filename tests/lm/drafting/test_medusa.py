@@ -32,19 +32,19 @@ from vqjax.lm.drafting import (
 )
 from vqjax.lm.generation import (
   GREEDY,
+  DraftTree,
   RoundTimes,
   Sampling,
-  Tree,
   TreeDraft,
   Typical,
   generate,
   speculation,
   unstacked,
 )
-from vqjax.lm.generation.cache import prefill
 from vqjax.lm.generation.decoding import padded
+from vqjax.lm.generation.kv_cache import prefill
 
-TREE = Tree([(0, 0, 0), (0, 1), (1, 0), (2,), (0, 2), (3,)])
+TREE = DraftTree([(0, 0, 0), (0, 1), (1, 0), (2,), (0, 2), (3,)])
 HEADS = {
   "the model's": lambda: None,
   "fewer tokens": lambda: DenseHead(7, D),
@@ -84,7 +84,7 @@ def test_greedy_tokens_are_those_without_a_drafter(name):
 def test_a_tree_of_one_path_is_a_chain():
   drafter = speculated.drafter("fewer tokens")
   given = {"max_tokens": NEW, "log_probs": False}
-  chain = TreeDraft(drafter, Tree.chain(drafter.length), cost=0)
+  chain = TreeDraft(drafter, DraftTree.chain(drafter.length), cost=0)
   one, same = (
     generate(*target(), PROMPTS, KEY, GREEDY, drafter=each, **given) for each in (drafter, chain)
   )
@@ -206,7 +206,7 @@ def test_trees_that_are_rejected_are_given_up(monkeypatch):
   never = Medusa(
     *(blocks(), head, head_variables(head)),
     tokens=[unused],
-    tree=Tree.chain(2),
+    tree=DraftTree.chain(2),
     cost=0.3,
   )
   result = generate(*target(), PROMPTS, KEY, GREEDY, max_tokens=NEW, drafter=never)
@@ -247,8 +247,8 @@ BAD = {
   "a head of another dim": (lambda: Medusa(blocks(), DenseHead(V, 5), {}), ["head", "dim 8", "5"]),
   "a head without variables": (lambda: Medusa(blocks(), DenseHead(V, D)), ["variables"]),
   "no map": (lambda: medusa("fewer tokens", tokens=None), ["tokens", "vocab 7"]),
-  "a tree that is too deep": (lambda: medusa(tree=Tree.chain(4)), ["tree", "3", "depth 4"]),
-  "a rank without a token": (lambda: medusa(tree=Tree([(V,)])), ["tree", "11 tokens", "11"]),
+  "a tree that is too deep": (lambda: medusa(tree=DraftTree.chain(4)), ["tree", "3", "depth 4"]),
+  "a rank without a token": (lambda: medusa(tree=DraftTree([(V,)])), ["tree", "11 tokens", "11"]),
   "a tree of another drafter": (lambda: TreeDraft(medusa(), TREE), ["drafter", "Medusa"]),
   "a typical rule without bounds": (lambda: Typical(0.0), ["epsilon", "0.0"]),
 }

@@ -9,10 +9,10 @@ from tests.fakes import FakeTokenizer
 from tests.lm.generation.test_speculation import V, target
 from vqjax import DenseHead
 from vqjax.lm.drafting import load_medusa, medusa_training
-from vqjax.lm.drafting.medusa_training import Job, Settings, fit_medusa
+from vqjax.lm.drafting.medusa_training import MedusaJob, MedusaTraining, fit_medusa
 from vqjax.lm.lenses import fitting
 
-SETTINGS = Settings(blocks=2, steps=4, batch=32, rate=0.1, size=4)
+SETTINGS = MedusaTraining(blocks=2, steps=4, batch=32, rate=0.1, size=4)
 
 
 class Cycle(FakeTokenizer):
@@ -36,7 +36,7 @@ def text():
 def fit(out, **options):
   """The figures of a drafter of the five most frequent tokens; the lines that were said."""
   lines = []
-  job = Job(out.parent, text(), out, positions=600, window=16, vocab=5, settings=SETTINGS)
+  job = MedusaJob(out.parent, text(), out, positions=600, window=16, vocab=5, settings=SETTINGS)
   return fit_medusa(job, (*target(), Cycle()), lines.append, **options), lines
 
 
@@ -92,7 +92,7 @@ def test_a_wrong_call_is_refused(tmp_path, change, parts):
   }
   settings = {"blocks": 2} | {name: x for name, x in change.items() if name == "rate"}
   given |= {name: x for name, x in change.items() if name != "rate"}
-  call = lambda: Job(**given, settings=Settings(**settings))
+  call = lambda: MedusaJob(**given, settings=MedusaTraining(**settings))
   with pytest.raises(ValueError, match="must") as error:
     fit_medusa(call(), (*target(), Cycle()), print)
   assert all(part in str(error.value) for part in parts)

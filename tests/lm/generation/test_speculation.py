@@ -19,10 +19,10 @@ from vqjax.lm.drafting.eagle import initial_params
 from vqjax.lm.generation import (
   GREEDY,
   Draft,
+  DraftTree,
   EarlyExit,
   RoundTimes,
   Sampling,
-  Tree,
   generate,
   speculation,
   stream,
@@ -346,9 +346,9 @@ def test_a_small_model_alone_is_no_drafter():
     (lambda: Draft(*target(), length=2.5), ["length", "2.5", "4 is usual"]),
     (lambda: Eagle({}, length=3.0), ["length", "3.0", "4 is usual"]),
     (lambda: EarlyExit(1.5), ["layers", "1.5", "A quarter"]),
-    (lambda: Tree([(0,), (0, 0.5)]), ["paths", "(0, 0.5)", "likeliest"]),
-    (lambda: Tree.chain(2.5), ["length", "2.5"]),
-    (lambda: Tree.best(np.array([[0]]), 2.5), ["size", "2.5"]),
+    (lambda: DraftTree([(0,), (0, 0.5)]), ["paths", "(0, 0.5)", "likeliest"]),
+    (lambda: DraftTree.chain(2.5), ["length", "2.5"]),
+    (lambda: DraftTree.best(np.array([[0]]), 2.5), ["size", "2.5"]),
   ],
 )
 def test_a_number_that_is_not_an_integer_is_refused_at_once(make, parts):

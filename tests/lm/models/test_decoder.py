@@ -275,7 +275,7 @@ def test_remat_recomputes_in_the_backward_pass(tokens):
 
 def small(name):
   """The model of a config, with a small vocabulary if the tokenizer sets it."""
-  experiment = config.load(pathlib.Path(__file__).parents[3] / "configs" / f"{name}.py")
+  experiment = config.load_config(pathlib.Path(__file__).parents[3] / "configs" / f"{name}.py")
   return config.with_vocab(experiment, experiment.model.embedding.vocab or 1031).model
 
 

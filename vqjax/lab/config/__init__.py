@@ -11,7 +11,7 @@ the built objects themselves:
 - a module that two others share stays one object through overrides, as with Fiddle's graphs.
 """
 
-from vqjax.lab.config.experiment import FROM_TOKENIZER, Experiment, Train, load, with_vocab
+from vqjax.lab.config.experiment import FROM_TOKENIZER, Experiment, Train, load_config, with_vocab
 from vqjax.lab.config.help import help_text
 from vqjax.lab.config.identity import config_hash, describe, difference
 from vqjax.lab.config.override import override
@@ -24,7 +24,7 @@ __all__ = [
   "describe",
   "difference",
   "help_text",
-  "load",
+  "load_config",
   "override",
   "with_vocab",
 ]

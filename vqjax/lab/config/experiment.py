@@ -11,9 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
+from vqjax.lab.config.experiment_tree import NOT_IDENTITY, fields_of, join, rebuild, walk
 from vqjax.lab.config.identity import is_dtype
-from vqjax.lab.config.tree import NOT_IDENTITY, fields_of, join, rebuild, walk
 from vqjax.sharding import MeshShape
+
+__all__ = ["FROM_TOKENIZER", "Experiment", "Train", "load_config", "with_vocab"]
 
 FROM_TOKENIZER = 0
 """The `vocab` of modules in a config file that `with_vocab` replaces by the tokenizer's."""
@@ -175,7 +177,7 @@ def with_vocab(experiment: Experiment, vocab: int) -> Experiment:
   return dataclasses.replace(experiment, model=rebuild(experiment.model, changes))
 
 
-def load(path: str | pathlib.Path) -> Experiment:
+def load_config(path: str | pathlib.Path) -> Experiment:
   """Import a config file and return what its `experiment()` returns.
 
   Raises:

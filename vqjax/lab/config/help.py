@@ -10,9 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from vqjax.lab.config.experiment import Experiment
+from vqjax.lab.config.experiment_tree import children, join, walk
 from vqjax.lab.config.identity import describe
 from vqjax.lab.config.override import settable, type_name
-from vqjax.lab.config.tree import children, join, walk
+
+__all__ = ["help_text"]
 
 
 def help_text(experiment: Experiment) -> Group:

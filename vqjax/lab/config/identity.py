@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from vqjax.lab.config.tree import annotations, fields_of, is_object, join
+from vqjax.lab.config.experiment_tree import annotations, fields_of, is_object, join
+
+__all__ = ["config_hash", "describe", "difference"]
 
 
 def config_hash(experiment: Any) -> str:

@@ -13,13 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from vqjax.lab.config.experiment import Experiment
+from vqjax.lab.config.experiment_tree import (
+  annotations,
+  children,
+  is_node,
+  is_object,
+  join,
+  rebuild,
+  walk,
+)
 from vqjax.lab.config.identity import is_dtype
-from vqjax.lab.config.tree import annotations, children, is_node, is_object, join, rebuild, walk
+
+__all__ = ["override"]
 
 NoneType = types.NoneType
 
 
-class Dtype:
+class _NumberFormat:
   """The type of a field that holds a number format."""
 
 
@@ -28,7 +38,7 @@ EXPECTED = {
   bool: "Write true or false.",
   int: "Write digits, such as 1000 or 1_000.",
   float: "Write a number, such as 0.1 or 1e-3.",
-  Dtype: "Write its full name, such as float32 or bfloat16.",
+  _NumberFormat: "Write its full name, such as float32 or bfloat16.",
   pathlib.Path: "Write a path.",
   str: "Write a text.",
 }
@@ -106,7 +116,7 @@ def _value(owner: Any, name: str, path: str, text: str) -> Any:
   """The value that `text` means for the field `name` of `owner`."""
   held = children(owner)[name]
   if kinds := settable(owner).get(name):
-    return parse(text, kinds, path)
+    return _parse_value(text, kinds, path)
   constructible = is_object(held) and _has_defaults(held)
   if constructible and text.startswith("(") and text.endswith(")"):
     # "(field=value, ...)": an object of that class; a field that is left out has its default.
@@ -146,7 +156,9 @@ def settable(node: Any) -> dict[str, tuple[Any, ...]]:
     # By name too: annotations of number formats are aliases of Any more often than not.
     unset = value is None and (name == "dtype" or name.endswith("_dtype"))
     if is_dtype(value) or np.dtype in union or (unset and not {*union} <= {str, NoneType}):
-      fields[name] = (NoneType, Dtype) if NoneType in union or value is None else (Dtype,)
+      fields[name] = (
+        (NoneType, _NumberFormat) if NoneType in union or value is None else (_NumberFormat,)
+      )
       continue
     if Any in union and isinstance(value, (bool, int, float, str)):
       union = (*union, type(value))
@@ -159,19 +171,21 @@ def settable(node: Any) -> dict[str, tuple[Any, ...]]:
     ]
     if {*kinds} - {NoneType}:  # None by itself would only take an object away
       order = list(EXPECTED)
-      fields[name] = tuple(sorted(kinds, key=lambda k: order.index(k if k in EXPECTED else Dtype)))
+      fields[name] = tuple(
+        sorted(kinds, key=lambda k: order.index(k if k in EXPECTED else _NumberFormat))
+      )
   return fields
 
 
 def type_name(kinds: tuple[Any, ...]) -> str:
   """Return the types of a field for a reader, such as `int | None` or `dtype`."""
-  special = {Dtype: "dtype", NoneType: "None"}
+  special = {_NumberFormat: "dtype", NoneType: "None"}
   ordered = sorted(kinds, key=lambda kind: kind is NoneType)
   names = [special.get(k, k.__name__ if isinstance(k, type) else str(k)) for k in ordered]
   return " | ".join(names).replace("typing.", "")
 
 
-def parse(text: str, kinds: tuple[Any, ...], path: str) -> Any:
+def _parse_value(text: str, kinds: tuple[Any, ...], path: str) -> Any:
   """Return the value that `text` means for a field of these types.
 
   Raises:
@@ -204,7 +218,7 @@ def _parse_one(text: str, kind: Any) -> Any:
   try:
     if kind in WORDS:
       return WORDS[kind][text.lower()]
-    if kind is not Dtype:
+    if kind is not _NumberFormat:
       return kind(text)
     if jnp.dtype(text).name == text:  # numpy reads "float" too, as float64
       return getattr(jnp, text, jnp.dtype(text))

@@ -1,12 +1,5 @@
 """Data: sources of documents, tokenizers, the token cache, and loaders of batches."""
 
-from vqjax.lab.data.cache import (
-  TokenSplit,
-  encode_document,
-  encode_split,
-  fingerprint,
-  fit_tokenizer,
-)
 from vqjax.lab.data.corpora import JSONLines, PennTreebank, Stories, WikiText
 from vqjax.lab.data.filters import Filtered
 from vqjax.lab.data.pipeline import (
@@ -16,10 +9,17 @@ from vqjax.lab.data.pipeline import (
   Streams,
   Windows,
 )
+from vqjax.lab.data.plain_text import Text
 from vqjax.lab.data.source import Prepared, Source
-from vqjax.lab.data.text import Text
 from vqjax.lab.data.tfds import TFDS
-from vqjax.lab.data.tokenizers import (
+from vqjax.lab.data.token_cache import (
+  TokenSplit,
+  encode_document,
+  encode_split,
+  fingerprint,
+  fit_tokenizer,
+)
+from vqjax.lab.data.tokenizer_recipes import (
   BPETokenizer,
   CheckpointTokenizer,
   SentencePieceTokenizer,

@@ -8,9 +8,17 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from vqjax.lab.data.files import SPLIT_NAMES, content_hash, normalised_hash, outline, split_files
+from vqjax.lab.data.corpus_files import (
+  SPLIT_NAMES,
+  content_hash,
+  normalised_hash,
+  outline,
+  split_files,
+)
 from vqjax.lab.data.source import SPLITS, Source
 from vqjax.lm.texts import data_path, read_lines
+
+__all__ = ["JSONLines", "PennTreebank", "Stories", "WikiText"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +185,7 @@ class Stories(Source):
   most: int | None = None
 
   def _documents(self, split: str) -> Iterator[str]:
-    held_out = list(stories_of(data_path(self.held_out, kind="Stories.held_out")))
+    held_out = list(_stories_of(data_path(self.held_out, kind="Stories.held_out")))
     if split != "train":
       chosen = held_out[split == "test" :: 2][: self.most]
       if not chosen:
@@ -189,7 +197,7 @@ class Stories(Source):
       return
     known = {normalised_hash(part) for story in held_out for part in _long_paragraphs(story)}
     for name in self.train:
-      for story in stories_of(data_path(name, kind="Stories.train")):
+      for story in _stories_of(data_path(name, kind="Stories.train")):
         copied = [part for part in _long_paragraphs(story) if normalised_hash(part) in known]
         for part in copied:
           story = story.replace(part, "")
@@ -206,7 +214,7 @@ def _long_paragraphs(story: str) -> list[str]:
   return [part for part in story.split("\n") if len(part.strip()) >= LONG]
 
 
-def stories_of(path: Path) -> Iterator[str]:
+def _stories_of(path: Path) -> Iterator[str]:
   """Yield the stories of a file, read line by line: TinyStories has two gigabytes."""
   lines: list[str] = []
   for line in read_lines(path):

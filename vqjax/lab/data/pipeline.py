@@ -11,7 +11,18 @@ import grain
 import jax
 import numpy as np
 
-from vqjax.lab.data.cache import TokenSplit
+from vqjax.lab.data.token_cache import TokenSplit
+
+__all__ = [
+  "NONE",
+  "Batch",
+  "EvaluationBatches",
+  "EvaluationStreams",
+  "Examples",
+  "Loader",
+  "Streams",
+  "Windows",
+]
 
 Batch = dict[str, np.ndarray]
 
@@ -117,7 +128,7 @@ class _WindowBatches:
   def __init__(self, split, batch, context, seed, rows):
     _check_tokens(split, batch, context)
     self.split, self.context = split, context
-    self.order = Order(math.ceil(len(split.tokens) / context), batch, seed, rows)
+    self.order = _Order(math.ceil(len(split.tokens) / context), batch, seed, rows)
 
   def __len__(self) -> int:
     return ENDLESS
@@ -128,7 +139,7 @@ class _WindowBatches:
     return _rows(self.split, start, self.context, reset=True)
 
 
-class Order:
+class _Order:
   """Batch i of a run: numbers i·B to (i + 1)·B of the epochs' permutations.
 
   Attributes:
@@ -258,7 +269,7 @@ def _until(split: TokenSplit, position: np.ndarray, end: np.ndarray | int, reset
   }
 
 
-class Reader(Protocol):
+class _Reader(Protocol):
   """Random access to the examples of a split by their numbers."""
 
   def __len__(self) -> int:
@@ -284,13 +295,13 @@ class Examples(Loader):
     return _ExampleBatches(self._reader(split, context), batch, seed, rows)
 
   @abc.abstractmethod
-  def _reader(self, split: TokenSplit, context: int) -> Reader:
+  def _reader(self, split: TokenSplit, context: int) -> _Reader:
     """Return the examples of a split."""
 
 
 class _ExampleBatches:
   def __init__(self, read, batch, seed, rows):
-    self.read, self.order = read, Order(len(read), batch, seed, rows)
+    self.read, self.order = read, _Order(len(read), batch, seed, rows)
 
   def __len__(self) -> int:
     return ENDLESS

@@ -7,6 +7,8 @@ from typing import final
 import numpy as np
 from jaxtyping import Int
 
+__all__ = ["SPLITS", "Prepared", "Source"]
+
 SPLITS = ("train", "valid", "test")
 """The names of the splits of every source."""
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from vqjax.lab.plan.collectives import Collective
 
+__all__ = ["GPUS", "Chip", "tpu"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:

@@ -10,6 +10,8 @@ import numpy as np
 from vqjax.lab.plan.hlo import HloModule, Instruction
 from vqjax.lab.plan.loops import Runs
 
+__all__ = []
+
 KINDS = (
   "all-reduce",
   "all-gather",
@@ -77,7 +79,7 @@ def collectives(program: HloModule, runs: Runs, mesh: Mapping[str, int]) -> list
 
 
 def _collective(program, computation, instruction, kind, times, mesh) -> Collective:
-  groups = device_groups(instruction, math.prod(mesh.values()))
+  groups = _device_groups(instruction, math.prod(mesh.values()))
   group = groups.shape[1]
   operands = sum(
     shape.bytes for name in instruction.operands for shape in program.shapes(computation, name)
@@ -116,7 +118,7 @@ def spanned(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
   return tuple(axis for axis, differs in zip(mesh, differ, strict=True) if differs)
 
 
-def device_groups(instruction: Instruction, devices: int) -> np.ndarray:
+def _device_groups(instruction: Instruction, devices: int) -> np.ndarray:
   """Device groups [groups, devices] of a collective; pairs for a permutation.
 
   Raises:

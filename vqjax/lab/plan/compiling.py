@@ -18,6 +18,8 @@ from jax.sharding import Mesh
 from vqjax.lab.plan import chips
 from vqjax.lab.training.program import Program
 
+__all__ = ["simulated_devices", "tpu_devices"]
+
 _QUIET = {
   # The compiler looks for a TPU machine around it, and for other processes that use its TPU.
   "TPU_SKIP_MDS_QUERY": "1",

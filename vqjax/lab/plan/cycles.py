@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from vqjax.lab.plan import hlo, loops
 
+__all__ = ["CLOCK", "estimate"]
+
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NAME = re.compile(r'op_name="([^"]*)"')
 
@@ -19,7 +21,7 @@ CLOCK = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 """Cycles a second: the published bfloat16 peak over 131,072, 262,144 and 524,288 operations."""
 
 
-class Part(NamedTuple):
+class InstructionCost(NamedTuple):
   """Executions of one instruction.
 
   Attributes:
@@ -35,7 +37,7 @@ class Part(NamedTuple):
   cycles: int
 
 
-class Estimate(NamedTuple):
+class CycleEstimate(NamedTuple):
   """Cycles of a program, and its parts in descending order.
 
   Attributes:
@@ -45,13 +47,13 @@ class Estimate(NamedTuple):
   """
 
   cycles: int
-  parts: tuple[Part, ...]
+  parts: tuple[InstructionCost, ...]
   unknown: int
 
 
-def estimate(text: str) -> Estimate:
+def estimate(text: str) -> CycleEstimate:
   """Cycles of an executable from its text; of a conditional, the branch that costs less."""
-  program = hlo.parse(text)
+  program = hlo.parse_hlo(text)
   unknown = 0
 
   def parts_of(name: str, times: int) -> Counter:
@@ -71,8 +73,8 @@ def estimate(text: str) -> Estimate:
     return found
 
   parts = parts_of(program.entry, 1)
-  largest = (Part(*key, cycles) for key, cycles in parts.most_common())
-  return Estimate(parts.total(), tuple(largest), unknown)
+  largest = (InstructionCost(*key, cycles) for key, cycles in parts.most_common())
+  return CycleEstimate(parts.total(), tuple(largest), unknown)
 
 
 def _part(instruction: hlo.Instruction, times: int) -> tuple[str, str, int]:

@@ -6,6 +6,8 @@ import re
 from vqjax.lab.plan.hlo import HloModule, Instruction, Shape
 from vqjax.lab.plan.loops import Runs
 
+__all__ = []
+
 
 def matmul_flops(program: HloModule, runs: Runs) -> int:
   """Operations of all products and convolutions, 2·m·n·k for each execution.

@@ -4,6 +4,8 @@ import math
 import re
 from typing import NamedTuple
 
+__all__ = []
+
 _COMMENT = re.compile(r"/\*.*?\*/")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -25,7 +27,7 @@ class Shape(NamedTuple):
   @property
   def bytes(self) -> int:
     """Bytes of the array, without the padding of any layout."""
-    return -(-self.size * bits(self.dtype) // 8)
+    return -(-self.size * _bits(self.dtype) // 8)
 
 
 class Instruction(NamedTuple):
@@ -67,7 +69,7 @@ class HloModule(NamedTuple):
     return self.computations[computation][operand].shapes
 
 
-def bits(dtype: str) -> int:
+def _bits(dtype: str) -> int:
   """Bits of one element: 16 for "bf16", 8 for "f8e4m3fn" and "pred", 0 for "token"."""
   found = _BITS.match(dtype)
   if dtype == "pred":
@@ -75,7 +77,7 @@ def bits(dtype: str) -> int:
   return int(found[1]) if found else 0
 
 
-def parse(text: str) -> HloModule:
+def parse_hlo(text: str) -> HloModule:
   """Parse the HLO text of a module, from any compiler and any stage.
 
   Raises:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from vqjax.lab.plan.hlo import Computation, HloModule, Instruction
 
+__all__ = []
+
 _CALLED = re.compile(r"\b(?:calls|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _KNOWN_TRIPS = re.compile(r'"?known_trip_count"?:?=?\{"?n"?:"?(\d+)"?\}')
@@ -72,12 +74,12 @@ def trip_count(program: HloModule, where: str, loop: Instruction) -> int | None:
   condition = program.computations[loop.attribute("condition").lstrip("%")]
   root = next(i for i in condition.values() if i.root)
   test = _through_fusion(program, root)
-  sources = (source(condition, name) for name in root.operands)
+  sources = (_source(condition, name) for name in root.operands)
   counter = next((i for i in sources if i.opcode == "get-tuple-element"), None)
-  limit = next((v for n in root.operands if (v := constant(condition, n)) is not None), None)
+  limit = next((v for n in root.operands if (v := _constant(condition, n)) is not None), None)
   if limit is None and test is not root:
     inner = program.computations[root.attribute("calls").lstrip("%")]
-    limit = next((v for n in test.operands if (v := constant(inner, n)) is not None), None)
+    limit = next((v for n in test.operands if (v := _constant(inner, n)) is not None), None)
   direction = test.attribute("direction")
   if test.opcode != "compare" or counter is None or limit is None:
     return None
@@ -95,7 +97,7 @@ def _through_fusion(program: HloModule, root: Instruction) -> Instruction:
   return next(i for i in inner.values() if i.root)
 
 
-def source(computation: Computation, name: str) -> Instruction:
+def _source(computation: Computation, name: str) -> Instruction:
   """The instruction of which `name` is a copy, up to layout and type."""
   instruction = computation[name]
   while instruction.opcode in _TRANSPARENT and instruction.operands:
@@ -103,9 +105,9 @@ def source(computation: Computation, name: str) -> Instruction:
   return instruction
 
 
-def constant(computation: Computation, name: str) -> int | None:
+def _constant(computation: Computation, name: str) -> int | None:
   """The integer constant of which `name` is a copy; None for anything else."""
-  instruction = source(computation, name)
+  instruction = _source(computation, name)
   if instruction.opcode != "constant":
     return None
   found = re.match(r"(-?\d+)\)", instruction.text)
@@ -118,7 +120,7 @@ def _start(program: HloModule, where: str, loop: Instruction, index: int) -> int
   initial = computation[loop.operands[0]]
   if initial.opcode != "tuple":
     return 0
-  return constant(computation, initial.operands[index]) or 0
+  return _constant(computation, initial.operands[index]) or 0
 
 
 def _step(program: HloModule, loop: Instruction, index: int) -> int:
@@ -127,11 +129,11 @@ def _step(program: HloModule, loop: Instruction, index: int) -> int:
   root = next(i for i in body.values() if i.root)
   if root.opcode != "tuple":
     return 1
-  changed = source(body, root.operands[index])
+  changed = _source(body, root.operands[index])
   if changed.opcode == "fusion":
     body = program.computations[changed.attribute("calls").lstrip("%")]
     changed = next(i for i in body.values() if i.root)
   if changed.opcode != "add":
     return 1
-  found = [v for name in changed.operands if (v := constant(body, name)) is not None]
+  found = [v for name in changed.operands if (v := _constant(body, name)) is not None]
   return found[0] if len(found) == 1 and found[0] > 0 else 1

@@ -1,7 +1,8 @@
 """Tables, plots and an HTML page from the JSON that runs write."""
 
-from vqjax.lab.report.page import write_page
 from vqjax.lab.report.plots import loss_curves, save_png, size_against_perplexity
+from vqjax.lab.report.run_page import write_run_page
+from vqjax.lab.report.run_tables import console_table, markdown_table
 from vqjax.lab.report.runs import (
   Column,
   Run,
@@ -11,7 +12,6 @@ from vqjax.lab.report.runs import (
   read_run,
   read_runs,
 )
-from vqjax.lab.report.tables import console_table, markdown_table
 from vqjax.lm.pages import INK, SERIES
 
 __all__ = [
@@ -29,5 +29,5 @@ __all__ = [
   "read_runs",
   "save_png",
   "size_against_perplexity",
-  "write_page",
+  "write_run_page",
 ]

@@ -20,6 +20,8 @@ from vqjax.lab.report import units
 from vqjax.lab.report.runs import Run, common_split, labels
 from vqjax.lm.pages import INK, SERIES, blank
 
+__all__ = ["byte_axis", "label_points", "loss_curves", "save_png", "size_against_perplexity"]
+
 DASHES = ("solid", (0, (4, 2)), (0, (1, 1.5)))
 """Line styles of the first six runs, the next six, ..."""
 
@@ -53,7 +55,7 @@ def loss_curves(runs: Sequence[Run]) -> Figure | None:
   # The names stand at the right edge, moved apart where they would overlap.
   bottom, top = axes.get_ylim()
   gap = 0.17 / (figure.get_figheight() - 0.7)  # inches, of the axes without their labels
-  heights = spread([(y - bottom) / (top - bottom) for (_, y), *_ in ends], gap)
+  heights = spread_labels([(y - bottom) / (top - bottom) for (_, y), *_ in ends], gap)
   for (end, label, color), height in zip(ends, heights):
     axes.annotate(
       units.shorten(label),
@@ -127,7 +129,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
   return (total[at + reach + 1] - total[at - reach]) / (2 * reach + 1)
 
 
-def spread(wanted: Sequence[float], gap: float) -> list[float]:
+def spread_labels(wanted: Sequence[float], gap: float) -> list[float]:
   """Return positions in [0, 1] that are `gap` apart and nearest to the wanted ones.
 
   The order does not change. The least-squares solution is an isotonic regression, once positions

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vqjax.lab.report import units
-from vqjax.lab.training.run import read_config, read_metrics, read_result
+from vqjax.lab.training.run_folder import read_config, read_metrics, read_result
 from vqjax.lm import records
+
+__all__ = ["Column", "Run", "common_split", "default_columns", "labels", "read_run", "read_runs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,14 +189,14 @@ def default_columns(runs: Sequence[Run]) -> list[Column]:
       larger,
     ),
   ]
-  dense = first_dense(runs)
+  dense = _first_dense(runs)
   if dense is not None:
     at = next(i for i, column in enumerate(columns) if column.title == "loss, ms") + 1
     columns.insert(at, _relative_loss_time(dense))
   return columns
 
 
-def first_dense(runs: Sequence[Run]) -> Run | None:
+def _first_dense(runs: Sequence[Run]) -> Run | None:
   """Return the first run with a dense head and a loss time, the baseline."""
   is_dense = lambda run: "DenseHead" in str(run.get("head.class")) and run.get("loss.seconds")
   return next(filter(is_dense, runs), None)

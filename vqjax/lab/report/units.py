@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable
 
+__all__ = ["MISSING", "count", "fixed", "milliseconds", "ratio", "size"]
+
 MISSING = "–"
 
 

@@ -1,6 +1,6 @@
 """Training of experiments: steps, checkpoints, resumption and evaluation."""
 
-from vqjax.lab.training.checkpoint import FromPart, FromRun, read_variables, saved_steps
+from vqjax.lab.training.checkpoint import FromPart, FromRun, read_run_variables, saved_steps
 from vqjax.lab.training.evaluate import Cost, Score, evaluate, loss_cost, make_scorer
 from vqjax.lab.training.interrupt import Interrupted
 from vqjax.lab.training.loop import NotFiniteError, fit
@@ -26,6 +26,6 @@ __all__ = [
   "loss_cost",
   "make_scorer",
   "optimizer",
-  "read_variables",
+  "read_run_variables",
   "saved_steps",
 ]

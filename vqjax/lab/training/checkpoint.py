@@ -15,9 +15,11 @@ from flax import linen as nn
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from vqjax.lab.training.distributed import await_verdict, from_main, is_joined, is_main
-from vqjax.lab.training.run import START_AFRESH, EncodedText, read_config, read_metrics
-from vqjax.lab.training.step import TrainState, checksum
+from vqjax.lab.training.run_folder import START_AFRESH, EncodedText, read_config, read_metrics
+from vqjax.lab.training.step import TrainState, state_checksums
 from vqjax.lm import records
+
+__all__ = ["FromPart", "FromRun", "read_run_variables", "saved_steps"]
 
 
 def _validation_loss(metrics: dict) -> float:
@@ -29,7 +31,7 @@ BEST = {"best_fn": _validation_loss, "best_mode": "min"}
 
 
 @dataclasses.dataclass
-class Record:
+class _Record:
   """Schema of what a checkpoint has beside the state.
 
   Attributes:
@@ -46,14 +48,14 @@ class Record:
 
 
 @dataclasses.dataclass
-class Metrics:
+class _Metrics:
   """Schema of Orbax's file of metrics."""
 
   nats_per_token: float
 
 
 @dataclasses.dataclass
-class Progress:
+class _Progress:
   """Schema of `progress.json`, which outlives lost checkpoints.
 
   Attributes:
@@ -129,14 +131,14 @@ class Checkpoints:
     """Compare the records with what is there, and move those that are damaged aside."""
     run, progress = self.folder.parent, None
     try:
-      progress = records.read(run / "progress.json", Progress)
+      progress = records.read(run / "progress.json", _Progress)
     except records.DamagedError as error:
       target = records.set_aside(run / "progress.json", run / "damaged")
       warnings.warn(f"{_reason(error)}; it is moved to {target}, and the run goes on", stacklevel=4)
     before = _steps(self.folder)
     for step in before:
       try:
-        record = read_record(self.folder / str(step))
+        record = _read_record(self.folder / str(step))
       except (records.DamagedError, FileNotFoundError, NotADirectoryError) as error:
         warnings.warn(f"{self._set_aside(step, error)}, and the run goes on", stacklevel=4)
         continue
@@ -194,8 +196,8 @@ class Checkpoints:
       metrics: scores of the validation split, with `nats_per_token`; None without an evaluation.
     """
     # Reading the checksum on the host waits for the step that makes `state`.
-    arrays = np.asarray(checksum(state)).tolist()
-    record = Record(self.owner, position, arrays, metrics)
+    arrays = np.asarray(state_checksums(state)).tolist()
+    record = _Record(self.owner, position, arrays, metrics)
     record = records.sealed(dataclasses.asdict(record))
     items = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record))
     with self._explained_errors():
@@ -241,11 +243,11 @@ class Checkpoints:
     return None
 
   def _read(self, step: int, like: TrainState) -> Restored:
-    record = read_record(self.folder / str(step))
+    record = _read_record(self.folder / str(step))
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
     saved = self._manager.restore(step, args=items)
-    _check_sums(checksum(saved.state), record["arrays"])
+    _check_sums(state_checksums(saved.state), record["arrays"])
     if int(saved.state.step) != step:
       raise ValueError(f"it holds step {int(saved.state.step)}")
     return Restored(saved.state, record["position"])
@@ -298,19 +300,19 @@ def _steps(checkpoints: pathlib.Path) -> list[int]:
   return sorted(int(p.name) for p in checkpoints.iterdir() if p.name.isdecimal() and p.is_dir())
 
 
-def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
-  """Return the intact record of a checkpoint, a dict with the fields of `Record`.
+def _read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
+  """Return the intact record of a checkpoint, a dict with the fields of `_Record`.
 
   Raises:
     DamagedError: the record is damaged, or Orbax's file has other metrics.
   """
   path = checkpoint / "record" / "metadata"
-  record = records.read(path, Record)
+  record = records.read(path, _Record)
   if record is None:
     raise records.DamagedError(f"{path} is missing. Restore it.")
   path = checkpoint / "metrics" / "metrics"
   # Orbax gives the file no checksum.
-  metrics = records.read(path, Metrics, seal=False)
+  metrics = records.read(path, _Metrics, seal=False)
   if metrics != record["metrics"]:
     raise records.DamagedError(f"{path} must hold {record['metrics']}; got {metrics}. Restore it.")
   return record
@@ -353,7 +355,7 @@ def differences(given: dict[str, str], wanted: dict[str, str], verb: str) -> str
   return "\n".join(lines[:10])
 
 
-def read_variables(
+def read_run_variables(
   folder: str | pathlib.Path, best: bool = False, at: int | None = None
 ) -> tuple[dict[str, Any], int]:
   """Return the variables and step of the newest intact checkpoint of a run folder.
@@ -390,7 +392,7 @@ def read_variables(
   steps = _steps(checkpoints)
   for step in reversed(steps if at is None else [step for step in steps if step == at]):
     try:
-      found[step] = read_record(checkpoints / str(step))
+      found[step] = _read_record(checkpoints / str(step))
     except Exception as error:
       report(step, error)
   if best:
@@ -438,7 +440,7 @@ def _read_variables(
   state = ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy, partial_restore=True)
   restored = manager.restore(step, args=ocp.args.Composite(state=state)).state
   params, model_state = restored["params"], restored["model_state"]
-  sums = checksum((params, model_state))
+  sums = state_checksums((params, model_state))
   # The checksums of a state are in the order of its fields: the step, params, model_state, ...
   _check_sums(sums, record["arrays"][1 : 1 + len(sums)])
   return {"params": params, **model_state}
@@ -485,10 +487,10 @@ class FromRun:
   def __call__(
     self, text: EncodedText, model: nn.Module, variables: dict[str, Any]
   ) -> dict[str, Any]:
-    """Return the other run's variables; raise the errors of `read_variables`."""
+    """Return the other run's variables; raise the errors of `read_run_variables`."""
     del model, variables
     check_tokenizer(self.folder, text)
-    other, _ = read_variables(self.folder, self.best)
+    other, _ = read_run_variables(self.folder, self.best)
     return other
 
 
@@ -517,7 +519,7 @@ class FromPart:
     """
     del model
     check_tokenizer(self.folder, text)
-    other, step = read_variables(self.folder, self.best)
+    other, step = read_run_variables(self.folder, self.best)
     for owner, tree in ((f"checkpoint {step} of {self.folder}", other), ("the model", variables)):
       if self.part not in tree["params"]:
         raise ValueError(

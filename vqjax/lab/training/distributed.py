@@ -23,6 +23,8 @@ from jax.errors import JaxRuntimeError
 
 from vqjax.lab import exits
 
+__all__ = []
+
 T = TypeVar("T")
 
 PATIENCE = 60.0

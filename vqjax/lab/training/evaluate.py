@@ -16,6 +16,8 @@ from vqjax.heads import Head
 from vqjax.heads.workload import loss_and_gradient
 from vqjax.lab.training.step import carried
 
+__all__ = ["Cost", "Score", "evaluate", "loss_cost", "make_scorer"]
+
 
 class Score(NamedTuple):
   """Quality of the predictions on a split.
@@ -53,7 +55,7 @@ Scorer = Callable[[dict, dict], tuple[Sums, dict]]
 """(variables, batch) -> the sums, and {"carry": ...} for a model with a carry, else {}."""
 
 
-def summed(model: nn.Module) -> Scorer:
+def summed_scorer(model: nn.Module) -> Scorer:
   """Return a pure scorer for the model."""
 
   def sums(variables, batch):
@@ -73,8 +75,8 @@ def summed(model: nn.Module) -> Scorer:
 
 
 def make_scorer(model: nn.Module) -> Scorer:
-  """Return `summed(model)`, jitted."""
-  return jax.jit(summed(model))
+  """Return `summed_scorer(model)`, jitted."""
+  return jax.jit(summed_scorer(model))
 
 
 def evaluate(

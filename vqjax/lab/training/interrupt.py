@@ -11,6 +11,8 @@ from jax.experimental import multihost_utils
 from vqjax.lab.signals import STOPS
 from vqjax.lab.training.distributed import is_joined
 
+__all__ = ["Interrupted"]
+
 
 class Interrupted(Exception):
   """A signal stopped the run; everything up to `step` is saved.

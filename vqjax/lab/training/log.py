@@ -12,8 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tensorboardX import SummaryWriter
 
 from vqjax.lab.training.distributed import is_main
-from vqjax.lab.training.run import read_metrics
+from vqjax.lab.training.run_folder import read_metrics
 from vqjax.lm import records
+
+__all__ = []
 
 
 class MetricsLog:
@@ -100,15 +102,15 @@ def _keep_until(path: pathlib.Path, step: int, last: str | None) -> str:
   return last or ""
 
 
-Report = Callable[[int, float], None]
+ShowProgress = Callable[[int, float], None]
 """Function of the step and the loss in nats that shows progress."""
 
 
 @contextlib.contextmanager
 def progress_bar(
   name: str, first_step: int, steps: int, tokens_per_step: int, console: Console | None = None
-) -> Iterator[Report]:
-  """Show a live bar on a terminal, else ten lines; yield a `Report`.
+) -> Iterator[ShowProgress]:
+  """Show a live bar on a terminal, else ten lines; yield a `ShowProgress`.
 
   Of several processes the first shows it.
   """

@@ -18,9 +18,11 @@ from vqjax.lab.training.interrupt import Interrupted, agreed_signal, deferred_si
 from vqjax.lab.training.log import MetricsLog, progress_bar
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.provenance import peak_memory_bytes, provenance
-from vqjax.lab.training.run import EncodedText, RunFolder, load_text
+from vqjax.lab.training.run_folder import EncodedText, RunFolder, load_text
 from vqjax.lab.training.step import all_finite
 from vqjax.sharding import make_mesh
+
+__all__ = ["NotFiniteError", "fit"]
 
 
 class NotFiniteError(ArithmeticError):

@@ -11,6 +11,8 @@ import optax
 
 from vqjax.lab.config import Train
 
+__all__ = ["SGD", "SM3", "learning_rate", "optimizer"]
+
 UNDECAYED = frozenset({"bias", "token_bias", "group_bias", "slot_bias", "scale", "shift"})
 """Parameters without weight decay: biases, gains of norms, scales and shifts of slots."""
 

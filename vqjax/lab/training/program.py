@@ -12,11 +12,13 @@ from jax.sharding import Mesh
 
 from vqjax import sharding
 from vqjax.lab.config import Experiment
-from vqjax.lab.config.tree import fields_of, rebuild, walk
+from vqjax.lab.config.experiment_tree import fields_of, rebuild, walk
 from vqjax.lab.training.checkpoint import differences, shapes_by_name
-from vqjax.lab.training.evaluate import summed
+from vqjax.lab.training.evaluate import summed_scorer
 from vqjax.lab.training.optimizer import learning_rate, optimizer
 from vqjax.lab.training.step import TrainState, all_finite, fresh_state, state_maker, train_step
+
+__all__ = ["Program", "keys"]
 
 
 class Program:
@@ -48,7 +50,7 @@ class Program:
     self.experiment, self.mesh, train = experiment, mesh, experiment.train
     self.micro = train.batch // train.accumulate
     sharding.check_batch(self.micro, mesh)
-    self.model = over_mesh(experiment.model, mesh)
+    self.model = _over_mesh(experiment.model, mesh)
     self._optimizer = optimizer(train)
     _, step_key = keys(experiment.seed)
     shapes = experiment.loader.shapes(self.micro, experiment.model.context)
@@ -77,7 +79,7 @@ class Program:
     self._begin = jax.jit(begin, out_shardings=placed, donate_argnums=0)
     self.step = self.jitted(step, donate_argnums=0, out_shardings=(placed, everywhere))
     carry = {name: tree for name, tree in placed.model_state.items() if name == "carry"}
-    self.scorer = self.jitted(summed(self.model), out_shardings=(everywhere, carry))
+    self.scorer = self.jitted(summed_scorer(self.model), out_shardings=(everywhere, carry))
 
   def begin(self, variables: Mapping[str, Any]) -> TrainState:
     """Return the initial state with given variables, each on its own devices.
@@ -171,7 +173,7 @@ def keys(seed: int) -> tuple[jax.Array, jax.Array]:
   return init_key, step_key
 
 
-def over_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
+def _over_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
   """Return the model with unset `vocab_axis` fields set to "model" if sharded."""
   if mesh.shape["model"] == 1:
     return model

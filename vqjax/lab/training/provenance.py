@@ -11,6 +11,8 @@ import sys
 
 import jax
 
+__all__ = ["commit", "device", "provenance"]
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "vqjax")
 """Packages whose versions a result records."""
 

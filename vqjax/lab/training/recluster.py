@@ -15,6 +15,8 @@ from vqjax.lab.training.program import Program
 from vqjax.lab.training.step import TrainState
 from vqjax.ops import reassignment
 
+__all__ = ["Recluster"]
+
 Between = Callable[[TrainState], tuple[TrainState, dict[str, float]]]
 """(state) -> (state, metrics), called between two steps; donates its state."""
 

@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, UInt32
 
 from vqjax.lab.training.optimizer import combine, partition
 
+__all__ = ["TrainState", "carried", "init_state"]
+
 
 @flax.struct.dataclass
 class TrainState:
@@ -199,7 +201,7 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
 
 
 @jax.jit
-def checksum(state: TrainState) -> UInt32[Array, "leaves"]:
+def state_checksums(state: TrainState) -> UInt32[Array, "leaves"]:
   """Return a checksum of all bits and their positions for each array of the state.
 
   Integer sums wrap and do not depend on the order of addition, so the result is the same on any

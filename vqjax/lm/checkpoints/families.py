@@ -21,6 +21,8 @@ from vqjax.lm.checkpoints.layout import Layout
 from vqjax.lm.models import MLP, Attention, LayerNorm, RMSNorm, Rotary, Transformer, rotary
 from vqjax.types import Dtype
 
+__all__ = ["decoder_of"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -190,7 +192,7 @@ def _gpt2_rules() -> tuple[Rule, ...]:
   return tuple(rules)
 
 
-def exact_gelu(x):
+def _exact_gelu(x):
   """GELU by the error function."""
   return nn.gelu(x, approximate=False)
 
@@ -198,7 +200,7 @@ def exact_gelu(x):
 ACTIVATIONS = {
   "gelu_new": nn.gelu,
   "gelu_pytorch_tanh": nn.gelu,
-  "gelu": exact_gelu,
+  "gelu": _exact_gelu,
   "silu": nn.silu,
   "relu": nn.relu,
 }
@@ -386,7 +388,7 @@ def _rotary(config: Mapping[str, Any]) -> Rotary:
     )
   make = {
     "default": lambda: None,
-    "linear": lambda: rotary.Linear(scaling["factor"]),
+    "linear": lambda: rotary.LinearScaling(scaling["factor"]),
     "llama3": lambda: rotary.Llama3(
       scaling["factor"],
       scaling["low_freq_factor"],
@@ -412,7 +414,7 @@ def _rotary(config: Mapping[str, Any]) -> Rotary:
 def _rotary_config(turn: Rotary) -> dict[str, Any]:
   """`rope_theta` and `rope_scaling` of a config."""
   scaling, fields = turn.scaling, None
-  if isinstance(scaling, rotary.Linear):
+  if isinstance(scaling, rotary.LinearScaling):
     fields = {"rope_type": "linear", "factor": scaling.factor}
   elif isinstance(scaling, rotary.Llama3):
     fields = {

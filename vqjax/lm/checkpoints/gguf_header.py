@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+__all__ = []
+
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Number of a type of values -> its letter in `struct`, and in NumPy."""
 

@@ -8,8 +8,10 @@ import math
 import pathlib
 
 from vqjax.lm.checkpoints.families import decoder_of
-from vqjax.lm.checkpoints.loading import parts
+from vqjax.lm.checkpoints.loading import variable_sources
 from vqjax.lm.checkpoints.readers import open_source
+
+__all__ = ["Inspection", "inspect"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,7 @@ def inspect(path: str | pathlib.Path) -> Inspection:
   model = decoder_of(source.config)
   params: collections.Counter[str] = collections.Counter()
   formats: dict[str, collections.Counter[str]] = {}
-  for names, part in parts(source, model).items():
+  for names, part in variable_sources(source, model).items():
     own = names[1] if names[0] == "blocks" else names[0]
     name = NAMES.get(own, "norms" if own.endswith("norm") else "attention")
     params[name] += sum(math.prod(tensor.shape) for _, tensor in part.tensors)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+__all__ = []
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:

@@ -18,12 +18,19 @@ import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from vqjax.convert.variables import Variables
+from vqjax.convert.trained_variables import Variables
 from vqjax.embeddings import DenseEmbedding, Embedding
 from vqjax.heads import DenseHead, Head
 from vqjax.lm.checkpoints.families import Family, Rule, decoder_of, described, family_of
 from vqjax.lm.checkpoints.layout import Layout
-from vqjax.lm.checkpoints.readers import CHECKSUMS, Source, Tensor, _some, open_source, verify
+from vqjax.lm.checkpoints.readers import (
+  CHECKSUMS,
+  ModelSource,
+  Tensor,
+  _some,
+  open_source,
+  verify_tensor,
+)
 from vqjax.lm.checkpoints.runtime import Runtime, runtime_of
 from vqjax.lm.checkpoints.tokenizers import (
   JsonTokenizer,
@@ -34,9 +41,11 @@ from vqjax.lm.checkpoints.tokenizers import (
 )
 from vqjax.lm.models import Transformer
 from vqjax.sharding import shardings
+from vqjax.tables.atomic_files import release, save_file
 from vqjax.tables.container import SEPARATOR
-from vqjax.tables.files import release, save_file
 from vqjax.types import Dtype
+
+__all__ = ["Loaded", "decoder", "load", "read_variables", "save"]
 
 BLOCK = 2**22
 """Numbers of a table that are read, dequantised and cast at a time."""
@@ -129,7 +138,7 @@ def load(
       "`runtime` must be None with a `head` or an `embedding`; got both. Give one of them."
     )
   if head is None and embedding is None:
-    found = parts(source, own)
+    found = variable_sources(source, own)
     names = [name for name in ("embedding", "head") if (name, "weight") in found]
     tables = {name: found[name, "weight"].tensors[0][1] for name in names}
     made = (runtime or runtime_of(source.runtime)).layers(own, tables)
@@ -183,7 +192,7 @@ BODY = (
 """Fields of a decoder that its body computes with."""
 
 
-class Part(NamedTuple):
+class VariableSource(NamedTuple):
   """A variable of a decoder, and the tensors that hold it: one, or one for each block."""
 
   rule: Rule
@@ -191,7 +200,9 @@ class Part(NamedTuple):
   tensors: list[tuple[str, Tensor]]
 
 
-def parts(source: Source, model: Transformer) -> dict[tuple[str, ...], Part]:
+def variable_sources(
+  source: ModelSource, model: Transformer
+) -> dict[tuple[str, ...], VariableSource]:
   """The parts of a model by the paths of its variables, all checked against its shapes.
 
   Raises:
@@ -214,7 +225,9 @@ def parts(source: Source, model: Transformer) -> dict[tuple[str, ...], Part]:
     names = [name.format(layer) for layer in range(model.layers)] if stacked else [name]
     used |= {*names}
     missing += [name for name in names if name not in tensors]
-    found[path] = Part(rule, struct.shape, [(n, tensors[n]) for n in names if n in tensors])
+    found[path] = VariableSource(
+      rule, struct.shape, [(n, tensors[n]) for n in names if n in tensors]
+    )
   tied = {rules["head", "weight"].tensor_name(source.kind)} if model.head.embedding else set()
   extra = [
     name
@@ -241,7 +254,7 @@ def parts(source: Source, model: Transformer) -> dict[tuple[str, ...], Part]:
   return found
 
 
-def _without_prefix(source: Source, family: Family) -> dict[str, Tensor]:
+def _without_prefix(source: ModelSource, family: Family) -> dict[str, Tensor]:
   """The tensors by the names of the rules, and without those of other modalities."""
   if source.kind != "safetensors":
     return dict(source.tensors)
@@ -257,10 +270,10 @@ def _abstract(model: Transformer) -> Variables:
 
 
 def _read(
-  source: Source, own: Transformer, model: Transformer, dtype: Dtype, mesh: Mesh | None
+  source: ModelSource, own: Transformer, model: Transformer, dtype: Dtype, mesh: Mesh | None
 ) -> tuple[dict[tuple[str, ...], jax.Array], dict[tuple[str, ...], Sharding]]:
   """The variables of `model` that the file's decoder `own` has too, and the places of all."""
-  found = parts(source, own)
+  found = variable_sources(source, own)
   wanted = _abstract(model)
   flat, places = (
     traverse_util.flatten_dict(tree) for tree in (wanted, _shardings(model, wanted, mesh))
@@ -269,7 +282,7 @@ def _read(
   read = {}
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     tensors = [named for part in found.values() for named in part.tensors]
-    list(pool.map(lambda named: verify(*named, source.path), tensors))
+    list(pool.map(lambda named: verify_tensor(*named, source.path), tensors))
     for path, struct in flat.items():
       part = found.get(_loaded_path(path, own, model))
       if part is not None and part.shape == struct.shape:
@@ -278,7 +291,7 @@ def _read(
   return read, places
 
 
-def _read_ahead(source: Source) -> None:
+def _read_ahead(source: ModelSource) -> None:
   """Let the system read the files in order, before pages are touched in that of the variables."""
   if hasattr(os, "posix_fadvise"):
     for path in source.files:
@@ -326,7 +339,11 @@ def _shardings(model: Transformer, wanted: Variables, mesh: Mesh | None) -> Any:
 
 
 def _array(
-  source: Source, part: Part, dtype: Dtype, pool: ThreadPoolExecutor, index: tuple[slice, ...]
+  source: ModelSource,
+  part: VariableSource,
+  dtype: Dtype,
+  pool: ThreadPoolExecutor,
+  index: tuple[slice, ...],
 ) -> np.ndarray:
   """The part of a variable that `index` selects, read from the file into new memory."""
   lengths = [len(range(*s.indices(n))) for s, n in zip(index, part.shape)]

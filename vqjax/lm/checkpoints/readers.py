@@ -1,6 +1,6 @@
 """Readers of model files: tensors by name, memory-mapped, and a config.
 
-Every reader returns a `Source`. Nothing in a file is executed, and no file is unpickled.
+Every reader returns a `ModelSource`. Nothing in a file is executed, and no file is unpickled.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from vqjax.convert.packed import PackedTable
+from vqjax.convert.packed_table import PackedTable
 from vqjax.lm.checkpoints.gguf_header import Header, read_header
 from vqjax.tables import container
-from vqjax.tables.files import release
+from vqjax.tables.atomic_files import release
+
+__all__ = ["Tensor"]
 
 DTYPES = {
   "F64": np.float64,
@@ -68,7 +70,7 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class ModelSource:
   """What a file or a folder holds.
 
   Attributes:
@@ -91,7 +93,7 @@ class Source:
   runtime: str = container.UNPACKED
 
 
-def open_source(path: str | pathlib.Path) -> Source:
+def open_source(path: str | pathlib.Path) -> ModelSource:
   """Open a folder of safetensors, a GGUF, or a .bin file of llama2.c.
 
   Raises:
@@ -100,9 +102,9 @@ def open_source(path: str | pathlib.Path) -> Source:
   """
   path = pathlib.Path(path)
   if path.is_dir():
-    for pattern, read in (("*.safetensors", read_safetensors), ("*.gguf", read_gguf)):
+    for pattern, read in (("*.safetensors", _read_safetensors), ("*.gguf", _read_gguf)):
       if files := sorted(path.glob(pattern)):
-        return read_safetensors(path) if read is read_safetensors else read(_only(path, files))
+        return _read_safetensors(path) if read is _read_safetensors else read(_only(path, files))
     there = ", ".join(sorted(file.name for file in path.iterdir())) or "nothing"
     raise FileNotFoundError(
       f"`path` must hold weights, *.safetensors or *.gguf; got {path} with {there}. PyTorch's *.bin"
@@ -117,11 +119,11 @@ def open_source(path: str | pathlib.Path) -> Source:
   with open(path, "rb") as file:
     start = file.read(4)
   if start == b"GGUF":
-    return read_gguf(path)
+    return _read_gguf(path)
   if path.suffix == ".safetensors":
-    return read_safetensors(path.parent)
+    return _read_safetensors(path.parent)
   if path.suffix == ".bin" and start[:2] != b"PK" and start[:1] != b"\x80":
-    return read_llama2c(path)
+    return _read_llama2c(path)
   raise ValueError(
     f"`path` must be a folder with safetensors, a .gguf, or a .bin file of llama2.c; got {path}."
     " Files of PyTorch (.pt, .bin) are pickles, which are not read: save them as safetensors."
@@ -152,7 +154,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   return read
 
 
-def read_safetensors(folder: pathlib.Path) -> Source:
+def _read_safetensors(folder: pathlib.Path) -> ModelSource:
   """A Hugging Face folder: config.json and one or more safetensors files."""
   config = read_json(folder / "config.json")
   files = sorted(folder.glob("*.safetensors"))
@@ -184,7 +186,7 @@ def read_safetensors(folder: pathlib.Path) -> Source:
   if (folder / container.MANIFEST).is_file():
     manifest = container.read_manifest(folder)
     runtime, tensors = manifest.runtime, _decompressed(folder, manifest, tensors)
-  return Source(folder, "safetensors", config, tensors, tuple(files), runtime=runtime)
+  return ModelSource(folder, "safetensors", config, tensors, tuple(files), runtime=runtime)
 
 
 def _decompressed(
@@ -198,7 +200,7 @@ def _decompressed(
     if is_packed:
       # Entropy-coded parts have checksums of their own.
       for part, tensor in own.items():
-        verify(part, tensor, folder)
+        verify_tensor(part, tensor, folder)
     stored = {part.removeprefix(prefix): own[part].read(slice(None)) for part in own}
     try:
       table = (PackedTable.from_parts if is_packed else container.CompressedTable)(stored)
@@ -248,7 +250,7 @@ def _view(view: np.ndarray, format: str, checksum: int | None = None) -> Tensor:
   return Tensor(view.shape, format, view.nbytes, view.__getitem__, checksum)
 
 
-def verify(name: str, tensor: Tensor, path: pathlib.Path) -> None:
+def verify_tensor(name: str, tensor: Tensor, path: pathlib.Path) -> None:
   """Raise ValueError unless a tensor with a checksum has it."""
   if tensor.checksum is None:
     return
@@ -262,7 +264,7 @@ def verify(name: str, tensor: Tensor, path: pathlib.Path) -> None:
     )
 
 
-def check_not_compressed(source: Source) -> None:
+def check_not_compressed(source: ModelSource) -> None:
   """Raise ValueError for a model that has compressed tables."""
   coded = [n for n, t in source.tensors.items() if t.table is not None or container.SEPARATOR in n]
   if coded:
@@ -273,7 +275,7 @@ def check_not_compressed(source: Source) -> None:
     )
 
 
-def import_extra(module: str) -> ModuleType:
+def import_checkpoints_extra(module: str) -> ModuleType:
   """Import a module of the `checkpoints` extra; the error says how to install it."""
   try:
     return importlib.import_module(module)
@@ -284,22 +286,24 @@ def import_extra(module: str) -> ModuleType:
     ) from None
 
 
-def read_gguf(path: pathlib.Path) -> Source:
+def _read_gguf(path: pathlib.Path) -> ModelSource:
   """A GGUF: metadata, and tensors that may be quantised."""
-  gguf, header = import_extra("gguf"), gguf_header(path)
+  gguf, header = import_checkpoints_extra("gguf"), gguf_header(path)
   tensors = {}
   for name, entry in header.entries.items():
     kind = gguf.GGMLQuantizationType(entry.kind)
     bytes_ = header.data[entry.first : entry.first + entry.nbytes]
     read = functools.partial(_rows, gguf, bytes_, kind, entry.shape)
     tensors[name] = Tensor(entry.shape, kind.name, entry.nbytes, read)
-  config = gguf_config(path, header.metadata, tensors)
-  return Source(path, "gguf", config, tensors, (path,), header.metadata)
+  config = _gguf_config(path, header.metadata, tensors)
+  return ModelSource(path, "gguf", config, tensors, (path,), header.metadata)
 
 
 def gguf_header(path: pathlib.Path) -> Header:
   """The header of a GGUF, with the block types that the package gguf knows."""
-  sizes = {int(kind): size for kind, size in import_extra("gguf").GGML_QUANT_SIZES.items()}
+  sizes = {
+    int(kind): size for kind, size in import_checkpoints_extra("gguf").GGML_QUANT_SIZES.items()
+  }
   try:
     return read_header(path, sizes)
   except ValueError as error:
@@ -344,7 +348,7 @@ GGUF_FAMILIES = {
 """Architecture of a GGUF -> `model_type` of a Hugging Face config."""
 
 
-def gguf_config(
+def _gguf_config(
   path: pathlib.Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
   """The config in the words of Hugging Face, from the metadata of a GGUF."""
@@ -413,7 +417,7 @@ def gguf_config(
 LLAMA2C_HEADER = struct.Struct("<7i")
 
 
-def read_llama2c(path: pathlib.Path) -> Source:
+def _read_llama2c(path: pathlib.Path) -> ModelSource:
   """A .bin file of llama2.c in its first format, float32 without a magic number.
 
   Its tensors have the names and the layouts of llama.cpp.
@@ -473,7 +477,7 @@ def read_llama2c(path: pathlib.Path) -> Source:
     "rope_theta": 1e4,
     "tie_word_embeddings": tied,
   }
-  return Source(path, "llama2.c", config, tensors, (path,))
+  return ModelSource(path, "llama2.c", config, tensors, (path,))
 
 
 def _some(names: list[str], most: int = 5) -> str:

@@ -17,18 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vqjax.convert.packed import PackedTable
-from vqjax.convert.variables import Variables
+from vqjax.convert.packed_table import PackedTable
+from vqjax.convert.trained_variables import Variables
 from vqjax.embeddings import Embedding, Int8Embedding
 from vqjax.embeddings.base import Arrays
-from vqjax.embeddings.int8 import int8_rows
-from vqjax.heads import Head, QuantizedHead
+from vqjax.embeddings.int8 import int8_levels
+from vqjax.heads import Head, PackedHead
 from vqjax.lm.checkpoints.readers import Tensor
 from vqjax.lm.models import Transformer
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.tables import container
 from vqjax.types import Dtype
 from vqjax.variables import Declaration
+
+__all__ = ["RUNTIMES", "Runtime"]
 
 BLOCK = 2**13
 """Rows that are rounded at a time."""
@@ -105,13 +107,13 @@ def _int8_variables(tensor, group):
   scale = np.empty((vocab, dim // group), np.float32)
   for first in range(0, vocab, BLOCK):
     some = slice(first, min(first + BLOCK, vocab))
-    levels[some], scale[some] = int8_rows(tensor.read(some), group)
+    levels[some], scale[some] = int8_levels(tensor.read(some), group)
   return {"params": {"scale": scale}, "codes": {"levels": levels}}
 
 
 def _rounded_to_int8(rows_RD):
   group = math.gcd(rows_RD.shape[1], GROUP)
-  level_RD, scale_RG = int8_rows(rows_RD, group)
+  level_RD, scale_RG = int8_levels(rows_RD, group)
   return level_RD * np.repeat(scale_RG, group, axis=1)
 
 
@@ -126,7 +128,7 @@ def _packed(model, tables):
   embedding, own = tables["embedding"].table.embedding(dtype=model.dtype)
   fields = {"softcap": model.head.softcap, "dtype": model.head.dtype}
   if _is_tied(model):
-    head, theirs = QuantizedHead(embedding.vocab, embedding.dim, embedding=embedding, **fields), {}
+    head, theirs = PackedHead(embedding.vocab, embedding.dim, embedding=embedding, **fields), {}
   else:
     head, theirs = tables["head"].table.head(**fields)
   parts = {"embedding": own, "head": theirs}

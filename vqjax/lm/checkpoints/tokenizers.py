@@ -10,7 +10,14 @@ import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from vqjax.lm.checkpoints.readers import Source, import_extra, open_source, read_json
+from vqjax.lm.checkpoints.readers import (
+  ModelSource,
+  import_checkpoints_extra,
+  open_source,
+  read_json,
+)
+
+__all__ = ["Tokenizer", "from_state", "load_tokenizer"]
 
 SPACE = "\u2581"
 """What SentencePiece writes for a space."""
@@ -141,7 +148,9 @@ class PiecesTokenizer:
     """
     self.content, self.add_bos = content, add_bos and bos is not None
     try:
-      self._model = import_extra("sentencepiece").SentencePieceProcessor(model_proto=content)
+      self._model = import_checkpoints_extra("sentencepiece").SentencePieceProcessor(
+        model_proto=content
+      )
     except RuntimeError as error:
       raise ValueError(
         f"`content` must be a SentencePiece model; got {error}. The file is damaged: download it"
@@ -179,7 +188,9 @@ def from_state(state: str) -> Tokenizer:
   try:
     ends = json.loads(state)
     if "json" in ends:
-      return JsonTokenizer(import_extra("tokenizers").Tokenizer.from_str(ends.pop("json")), **ends)
+      return JsonTokenizer(
+        import_checkpoints_extra("tokenizers").Tokenizer.from_str(ends.pop("json")), **ends
+      )
     return PiecesTokenizer(base64.b64decode(ends.pop("pieces"), validate=True), **ends)
   except Exception as error:  # the libraries raise nothing narrower
     raise ValueError(
@@ -208,7 +219,7 @@ def from_pieces(
     add_space: a text is encoded as if it began with a space.
     add_bos: whether BOS begins a text.
   """
-  proto = import_extra("sentencepiece.sentencepiece_model_pb2").ModelProto()
+  proto = import_checkpoints_extra("sentencepiece.sentencepiece_model_pb2").ModelProto()
   proto.trainer_spec.model_type = 2  # BPE
   proto.trainer_spec.byte_fallback = 6 in types
   proto.trainer_spec.vocab_size = len(pieces)
@@ -244,7 +255,7 @@ def byte_level(
     pattern: name of an entry of `PATTERNS`.
     special: tokens that are matched as a whole.
   """
-  library = import_extra("tokenizers")
+  library = import_checkpoints_extra("tokenizers")
   model = library.Tokenizer(
     library.models.BPE(vocab=dict(vocab), merges=merges, ignore_merges=pattern == "llama-bpe")
   )
@@ -273,7 +284,7 @@ def load_tokenizer(path: str | pathlib.Path) -> Tokenizer:
   return found
 
 
-def find_tokenizer(source: Source) -> Tokenizer | None:
+def find_tokenizer(source: ModelSource) -> Tokenizer | None:
   """The tokenizer that belongs to a source; None: there is none."""
   if source.kind == "gguf":
     return _of_gguf(source)
@@ -282,7 +293,7 @@ def find_tokenizer(source: Source) -> Tokenizer | None:
   return _of_folder(source)
 
 
-def _of_folder(source: Source) -> Tokenizer | None:
+def _of_folder(source: ModelSource) -> Tokenizer | None:
   folder = source.path
   generation = folder / "generation_config.json"
   config = dict(source.config) | (read_json(generation) if generation.is_file() else {})
@@ -295,7 +306,7 @@ def _of_folder(source: Source) -> Tokenizer | None:
         " config.json and generation_config.json again."
       )
   if (folder / "tokenizer.json").is_file():
-    library, beside = import_extra("tokenizers"), folder / "tokenizer_config.json"
+    library, beside = import_checkpoints_extra("tokenizers"), folder / "tokenizer_config.json"
     try:
       model = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises nothing narrower
@@ -320,7 +331,7 @@ def _of_folder(source: Source) -> Tokenizer | None:
   return None
 
 
-def _of_gguf(source: Source) -> Tokenizer | None:
+def _of_gguf(source: ModelSource) -> Tokenizer | None:
   own = lambda key, default=None: source.metadata.get(f"tokenizer.ggml.{key}", default)
   kind, tokens = own("model"), own("tokens")
   if tokens is None:
@@ -351,7 +362,7 @@ def _of_gguf(source: Source) -> Tokenizer | None:
   return JsonTokenizer(model, bos, ends, add_bos=own("add_bos_token", pattern == "llama-bpe"))
 
 
-def _of_llama2c(source: Source) -> Tokenizer | None:
+def _of_llama2c(source: ModelSource) -> Tokenizer | None:
   vocab = source.config["vocab_size"]
   files = [source.path.parent / name for name in (f"tok{vocab}.bin", "tokenizer.bin")]
   file = next((file for file in files if file.is_file()), None)

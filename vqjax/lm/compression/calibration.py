@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from vqjax.convert.variables import Variables
+from vqjax.convert.trained_variables import Variables
 from vqjax.lm.models import Transformer
 from vqjax.tables.moments import Moments
+
+__all__ = ["SEED", "collect"]
 
 HIDDEN_TOKENS = 2**14
 """Hidden states of which H is the mean."""

@@ -17,20 +17,22 @@ from jaxtyping import Int, Int32, Num
 
 from vqjax.lm import checkpoints
 from vqjax.lm.checkpoints.families import decoder_of, family_of
-from vqjax.lm.checkpoints.loading import ShardedFiles, parts
+from vqjax.lm.checkpoints.loading import ShardedFiles, variable_sources
 from vqjax.lm.checkpoints.readers import (
-  Source,
+  ModelSource,
   Tensor,
   check_not_compressed,
   gguf_header,
-  import_extra,
+  import_checkpoints_extra,
   open_source,
-  verify,
+  verify_tensor,
 )
-from vqjax.tables.files import check_output, whole
-from vqjax.tables.gguf_types import block_type, encode
-from vqjax.tables.grids import Grid, fit
+from vqjax.tables.atomic_files import check_output, whole
+from vqjax.tables.gguf_types import block_type, encode_blocks
+from vqjax.tables.grids import LevelGrid, fit_grid
 from vqjax.tables.moments import Moments
+
+__all__ = ["ROWS", "export_compressed_tensors", "export_gguf"]
 
 ROWS = 2**13
 """Rows of a table that are read, rounded and written at a time."""
@@ -39,9 +41,9 @@ ROWS = 2**13
 class _Tables:
   """The vocabulary tables of a model: their tensors, and the metric of each."""
 
-  def __init__(self, source: Source, moments: Moments | None):
+  def __init__(self, source: ModelSource, moments: Moments | None):
     model = decoder_of(source.config)
-    found = parts(source, model)
+    found = variable_sources(source, model)
     self.is_tied = model.head.embedding is not None
     self.tensors: dict[str, Tensor] = {}
     self.metrics: dict[str, np.ndarray | None] = {}
@@ -99,7 +101,7 @@ def export_gguf(
   for name, tensor in tables.tensors.items():
     of = block_type(kinds[name], tensor.shape[1])
     sizes[name] = tensor.shape[0] * (tensor.shape[1] // of.block * of.bytes)
-  numbers, header = import_extra("gguf").GGMLQuantizationType, gguf_header(source.path)
+  numbers, header = import_checkpoints_extra("gguf").GGMLQuantizationType, gguf_header(source.path)
   with whole(out) as partial, open(partial, "xb") as file:
     file.write(header.data[: header.begin])
     offset = 0
@@ -115,12 +117,12 @@ def export_gguf(
         file.write(header.data[entry.first : entry.first + entry.nbytes])
         continue
       for rows in _blocks(tables.tensors[name]):
-        file.write(encode(kinds[name], rows, tables.metrics[name]))
+        file.write(encode_blocks(kinds[name], rows, tables.metrics[name]))
     _pad(file, header.alignment)
   return sizes
 
 
-def gguf_source(path: str | pathlib.Path, kind: str, head_kind: str | None = None) -> Source:
+def gguf_source(path: str | pathlib.Path, kind: str, head_kind: str | None = None) -> ModelSource:
   """A GGUF whose tables can be in these block types.
 
   Raises:
@@ -153,7 +155,7 @@ WIDTHS = {8: tuple(range(-127, 128)), 4: tuple(range(-8, 8))}
 
 
 FACTORS = {8: (0.94, 0.97, 1.0), 4: (0.7, 0.77, 0.84, 0.9, 0.96, 1.02, 1.08, 8 / 7)}
-"""Bits of a number -> scales that are tried, as `Grid.factors`."""
+"""Bits of a number -> scales that are tried, as `LevelGrid.factors`."""
 
 
 def export_compressed_tensors(
@@ -199,7 +201,7 @@ def export_compressed_tensors(
 
 def integer_source(
   path: str | pathlib.Path, bits: int, group: int | None = None
-) -> tuple[Source, tuple[int, int]]:
+) -> tuple[ModelSource, tuple[int, int]]:
   """A model whose tables can be integers of so many bits; columns that share a scale, and all.
 
   Raises:
@@ -222,7 +224,7 @@ def integer_source(
 
 
 def _write_folder(
-  source: Source, out: pathlib.Path, tables: _Tables, bits: int, group: int, dim: int
+  source: ModelSource, out: pathlib.Path, tables: _Tables, bits: int, group: int, dim: int
 ) -> dict[str, int]:
   family = family_of(source.config)
   full = {family.prefix + name: name for name in tables.tensors}
@@ -234,7 +236,7 @@ def _write_folder(
       return {} if tables.is_tied and name == "lm_head.weight" else None
     stem = name.removesuffix(".weight")
     modules.append(stem)
-    written = packed_table(tensor, bits, group, tables.metrics[full[name]])
+    written = _compressed_tensors(tensor, bits, group, tables.metrics[full[name]])
     sizes[name] = sum(array.nbytes for array in written.values())
     return {f"{stem}.{end}": array for end, array in written.items()}
 
@@ -246,7 +248,7 @@ def _write_folder(
 
 
 def copy_folder(
-  source: Source,
+  source: ModelSource,
   folder: pathlib.Path,
   replaced: Callable[[str, Tensor], Mapping[str, np.ndarray] | None],
 ) -> None:
@@ -264,7 +266,7 @@ def copy_folder(
       shutil.copy(file, folder / file.name)
   files = ShardedFiles(folder, 5 * 10**9)
   for name, tensor in source.tensors.items():
-    verify(name, tensor, source.path)
+    verify_tensor(name, tensor, source.path)
     arrays = replaced(name, tensor)
     if arrays is None:
       arrays = {name: np.ascontiguousarray(tensor.read(slice(None)))}
@@ -273,13 +275,13 @@ def copy_folder(
   files.finish()
 
 
-def packed_table(
+def _compressed_tensors(
   tensor: Tensor, bits: int, group: int, metric: Num[np.ndarray, "D D"] | None = None
 ) -> dict[str, np.ndarray]:
   """A table as the tensors of compressed-tensors' format "pack-quantized"."""
   vocab, dim = tensor.shape
   format = {"BF16": "bfloat16", "F16": "float16"}.get(tensor.format, "float32")
-  grid = Grid(WIDTHS[bits], group, format, FACTORS[bits], signed=False)
+  grid = LevelGrid(WIDTHS[bits], group, format, FACTORS[bits], signed=False)
   metric = np.eye(dim) if metric is None else metric
   # Many columns with 8 bits need no changes after the feedback, which has the least error already.
   passes = 2 if group <= 128 else 0
@@ -287,15 +289,15 @@ def packed_table(
   scale = np.empty((vocab, dim // group), getattr(ml_dtypes, format, None) or format)
   first = 0
   for rows in _blocks(tensor):
-    found = fit(rows, grid, metric, passes=passes)
-    packed[first : first + len(rows)] = pack(found.level, bits)
+    found = fit_grid(rows, grid, metric, passes=passes)
+    packed[first : first + len(rows)] = _int32_words(found.level, bits)
     scale[first : first + len(rows)] = found.scale
     first += len(rows)
   shape = np.asarray([vocab, dim], np.int64)
   return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
 
 
-def pack(level: Int[np.ndarray, "R D"], bits: int) -> Int32[np.ndarray, "R n"]:
+def _int32_words(level: Int[np.ndarray, "R D"], bits: int) -> Int32[np.ndarray, "R n"]:
   """Levels in words of 32 bits, the first ones in the lowest bits, 2^(bits-1) added."""
   code = (level + 2 ** (bits - 1)).astype(np.uint8)
   if bits == 4:

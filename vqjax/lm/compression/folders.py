@@ -33,12 +33,14 @@ from vqjax.lm.compression.judging import (
 )
 from vqjax.lm.compression.search import CLOSE_SIZE, COMPRESSIONS, Compression, Point, Tables, search
 from vqjax.lm.jobs import ProgressBars, check_free, open_work, work_of
-from vqjax.lm.texts import WINDOW, check_tokens, check_window, counts_of, encode_texts, windows
+from vqjax.lm.texts import WINDOW, check_tokens, check_window, counts_of, encode_texts, text_windows
 from vqjax.tables import Moments, container, gguf_types
-from vqjax.tables.files import check_output, publish, whole
+from vqjax.tables.atomic_files import check_output, publish, whole
+from vqjax.tables.coded import SMOOTHING
 from vqjax.tables.grids import check_rows
-from vqjax.tables.integers import SMOOTHING
 from vqjax.tables.moments import SHRINKAGE
+
+__all__ = ["read_moments"]
 
 WORK_FORMAT = 3
 """Changes when work that was kept is no longer what would be computed."""
@@ -55,7 +57,7 @@ def read_moments(path: str | os.PathLike[str]) -> Moments:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class CompressionJob:
   """A call of `compress_model`.
 
   Attributes:
@@ -111,7 +113,7 @@ class _PointRow:
   tokens: int
 
 
-def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
+def compress_model(job: CompressionJob, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
   """Compress the tables of a model into a folder that is whole or not there; return the report.
 
   What an interrupted call has computed is in a hidden folder beside `out`, from which the same
@@ -149,7 +151,7 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
       some = calibration.take(-(-tokens // own))
       reference = Reference(model, variables, some)
     rows = work / "points.jsonl"
-    read = records.read_rows(rows, _PointRow)
+    read = records.read_json_rows(rows, _PointRow)
     known = [Point(r["step"], r["bytes"], r["kl"]) for r in read.rows if r["tokens"] == tokens]
 
     def measure(step: float) -> Point:
@@ -167,16 +169,16 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
       step=compression.first_step,
       limits=compression.limits,
     )
-    step, quantized, coded = compression.coded(best.step, job.size, bars("coding"))
+    step, tables, coded = compression.coded(best.step, job.size, bars("coding"))
     seconds = time.monotonic() - begin
     sizes = {name: sum(a.nbytes for a in parts.values()) for name, parts in coded.items()}
-    student = compression.variables_of(quantized)
-    del quantized
+    student = compression.variables_of(tables)
+    del tables
     some = held_out.take(-(-job.held_out_tokens // own))
     judge = Reference(model, variables, some)
     (found,) = judge.compare([student], bars("held-out text"))
     del student
-    beside = in_block_types(compression, judge, bars("block types of GGUF"))
+    beside = _in_block_types(compression, judge, bars("block types of GGUF"))
     result = {
       "step": step,
       "tables": {
@@ -190,7 +192,7 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
       "block_types": beside,
       "hardest": hardest(found, some, tokenizer),
       "points": [dataclasses.asdict(point) for point in points],
-      "settings": settings_of(job, moments),
+      "settings": _job_settings(job, moments),
       "seconds": round(seconds, 1),
       "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -198,7 +200,7 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
   return result
 
 
-def settings_of(job: Job, moments: Moments) -> dict[str, Any]:
+def _job_settings(job: CompressionJob, moments: Moments) -> dict[str, Any]:
   """What a result depends on beside the model, the texts and the bound."""
   return {
     "runtime": job.runtime,
@@ -212,7 +214,7 @@ def settings_of(job: Job, moments: Moments) -> dict[str, Any]:
   }
 
 
-def check_paths(job: Job) -> None:
+def check_paths(job: CompressionJob) -> None:
   """Raise an error unless the model can be compressed into the folder in this way.
 
   Raises:
@@ -235,7 +237,7 @@ def check_paths(job: Job) -> None:
   # What the tables take is exactly known when they are coded, minutes later.
   parts = checkpoints.inspect(job.model).parts
   copied = sum(part.params for part in parts if part.name not in TABLES)
-  least = least_bytes(job.size, sum(part.params for part in parts if part.name in TABLES))
+  least = _least_bytes(job.size, sum(part.params for part in parts if part.name in TABLES))
   # Half a model that an interrupted call wrote is removed first.
   left = sum(file.stat().st_size for file in (work_of(job.out) / "model").glob("*"))
   weights = copied * jnp.dtype(job.dtype).itemsize + least
@@ -266,13 +268,13 @@ def _texts(job, tokenizer, model):
     others = {name: tokens[cut(tokens) :] for name, tokens in ours.items()}
     ours = {name: tokens[: cut(tokens)] for name, tokens in ours.items()}
   counts = counts_of(ours, begin, model.head.vocab, length)
-  made = [windows(side, begin, length) for side in (ours, others)]
+  made = [text_windows(side, begin, length) for side in (ours, others)]
   return made[0].take(len(made[0].tokens)), made[1], counts
 
 
 def _moments(job, work, model, variables, calibration, counts, bars):
   if job.moments is not None:
-    return with_counts(read_moments(job.moments), counts)
+    return _with_counts(read_moments(job.moments), counts)
   kept = work / "moments.safetensors"
   if kept.is_file():
     return Moments.load(kept)
@@ -293,7 +295,7 @@ def _moments(job, work, model, variables, calibration, counts, bars):
   return moments
 
 
-def with_counts(moments: Moments, counts: np.ndarray) -> Moments:
+def _with_counts(moments: Moments, counts: np.ndarray) -> Moments:
   """Moments whose counts are half those of a text, half their own.
 
   Raises:
@@ -352,11 +354,11 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
   others = sum(tensor.nbytes for name, tensor in source.tensors.items() if name not in moments)
   numbers = sum(math.prod(source.tensors[name].shape) for name in moments)
   folder = job.out.absolute().parent
-  check_free(folder, others + least_bytes(job.size, numbers))
+  check_free(folder, others + _least_bytes(job.size, numbers))
   tables = {}
   for name in moments:
     tensor = source.tensors[name]
-    checkpoints.readers.verify(name, tensor, source.path)
+    checkpoints.readers.verify_tensor(name, tensor, source.path)
     # Mapped from the file: only blocks of rows are turned into float32.
     tables[name] = tensor.read(slice(None))
     for first in range(0, tensor.shape[0], ROWS):
@@ -402,7 +404,7 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
   return manifest
 
 
-def least_bytes(size: int | None, numbers: int) -> int:
+def _least_bytes(size: int | None, numbers: int) -> int:
   """Bytes that tables of so many numbers will take, before they are coded; 0 without a bound.
 
   They fill most of the bound, but one of more than 8 bits a number may not be reached.
@@ -426,12 +428,12 @@ def _write(job, work, loaded, coded, result):
   manifest["report"] = {n: v for n, v in result.items() if n not in ("tables", "hardest")}
   records.write(folder / container.MANIFEST, manifest)
   sizes = {f.name: f.stat().st_size for f in sorted(folder.iterdir())}
-  records.write_text(folder / "report.md", report(job, result, sizes))
+  records.write_text(folder / "report.md", _report(job, result, sizes))
   publish(folder, job.out)
   shutil.rmtree(work, ignore_errors=True)
 
 
-def report(job: Job, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
+def _report(job: CompressionJob, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
   """The report page of a compressed folder, in Markdown."""
   line = lambda *cells: "| " + " | ".join(map(str, cells)) + " |"
   cell = lambda text: repr(text)[1:-1].replace("|", "\\|")
@@ -514,7 +516,7 @@ def report(job: Job, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str
   return "\n".join(lines) + "\n"
 
 
-def in_block_types(
+def _in_block_types(
   compression: Compression, judge: Reference, progress: Callable[[float], None]
 ) -> dict[str, dict[str, Any]]:
   """Bytes and divergence of the tables in each block type of GGUF that suits their width.
@@ -541,7 +543,7 @@ def in_block_types(
     for owner, table in compression.tables.items():
       tables[owner] = np.empty_like(table)
       for first in range(0, len(table), ROWS):
-        packed = gguf_types.encode(name, table[first : first + ROWS], metric.get(owner))
+        packed = gguf_types.encode_blocks(name, table[first : first + ROWS], metric.get(owner))
         values = gguf.dequantize(packed, gguf.GGMLQuantizationType[name])
         tables[owner][first : first + ROWS] = values
         size += packed.nbytes

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vqjax.convert.variables import Variables
+from vqjax.convert.trained_variables import Variables
 from vqjax.lm.models import Transformer
-from vqjax.lm.texts import Windows
+from vqjax.lm.texts import TextWindows
 from vqjax.ops import distillation
+
+__all__ = ["Reference", "summary", "with_tables"]
 
 TOKENS_AT_ONCE = 512
 """Tokens that are scored at a time."""
@@ -42,7 +44,7 @@ def with_tables(variables: Variables, tables: Mapping[str, Any]) -> Variables:
 class Reference:
   """A model whose distributions others are compared with, over given windows."""
 
-  def __init__(self, model: Transformer, variables: Variables, of: Windows):
+  def __init__(self, model: Transformer, variables: Variables, of: TextWindows):
     """Compute the hidden states, which are kept."""
     self.model, self.variables, self.windows = model, variables, of
     self._hidden = [self._states(variables, row) for row in of.tokens]
@@ -95,7 +97,7 @@ def _compared(students, teacher, hidden, teacher_hidden, targets, *, model):
   )
 
 
-def summary(found: Mapping[str, np.ndarray], of: Windows) -> dict[str, Any]:
+def summary(found: Mapping[str, np.ndarray], of: TextWindows) -> dict[str, Any]:
   """Means of a comparison, of all tokens and by domain.
 
   "kl_interval" has 95 % of the mean divergences of windows that are drawn with replacement. It is
@@ -132,7 +134,7 @@ def check_finite(variables: Variables) -> None:
 
 
 def hardest(
-  found: Mapping[str, np.ndarray], of: Windows, tokenizer: Any, count: int = 12
+  found: Mapping[str, np.ndarray], of: TextWindows, tokenizer: Any, count: int = 12
 ) -> list[dict[str, Any]]:
   """The tokens before which the distributions differ most."""
   kl = found["kl"]

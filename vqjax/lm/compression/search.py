@@ -14,14 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from vqjax.convert.variables import Variables
+from vqjax.convert.trained_variables import Variables
 from vqjax.lm import checkpoints
 from vqjax.lm.compression.exports import ROWS
 from vqjax.lm.compression.judging import Reference, tables_of, with_tables
 from vqjax.lm.models import Transformer
-from vqjax.tables import Moments, PackedTable, QuantizedTable, container, pack
-from vqjax.tables.integers import MOST_LEVELS, Coordinates, Levels
-from vqjax.tables.packed import fixed_bytes
+from vqjax.tables import CodedTable, Moments, PackedTable, container, pack
+from vqjax.tables.coded import MOST_LEVELS, Coordinates, Levels
+from vqjax.tables.packing import fixed_bytes
+
+__all__ = ["Compression", "search"]
 
 CLOSE, CLOSE_SIZE = 0.92, 0.985
 """A divergence or size that is at least this part of the bound is close enough."""
@@ -98,13 +100,13 @@ class Tables:
     largest = max(own.largest for own in self._coordinates.values())
     return max(LEAST_STEP, 1.01 * largest / MOST_LEVELS), max(LARGEST_STEP, 2.1 * largest)
 
-  def quantized(self, step: float) -> dict[str, QuantizedTable]:
+  def tables_at(self, step: float) -> dict[str, CodedTable]:
     """The tables as integers."""
-    return {name: own.quantized(step) for name, own in self._coordinates.items()}
+    return {name: own.coded(step) for name, own in self._coordinates.items()}
 
   def coded(
     self, step: float, size: int | None, progress: Callable[[float], None] = lambda part: None
-  ) -> tuple[float, dict[str, QuantizedTable], dict[str, dict[str, np.ndarray]]]:
+  ) -> tuple[float, dict[str, CodedTable], dict[str, dict[str, np.ndarray]]]:
     """The tables at a step, or at one near it that fills a size from below, and their parts.
 
     A search counts the bytes of a sample of rows, which may err by a few hundredths to either side.
@@ -117,9 +119,9 @@ class Tables:
     best, made = None, step
     totals: dict[float, int] = {}
     for _ in range(MOST_CODINGS):
-      quantized = {}  # given back before there are new ones
-      made, quantized = step, self.quantized(step)
-      coded = {name: container.encode(table, progress) for name, table in quantized.items()}
+      tables = {}  # given back before there are new ones
+      made, tables = step, self.tables_at(step)
+      coded = {name: container.encode_table(table, progress) for name, table in tables.items()}
       total = sum(array.nbytes for parts in coded.values() for array in parts.values())
       totals[step] = total
       fits = size is None or total <= size
@@ -140,15 +142,15 @@ class Tables:
       return self.coded(self.limits[1], size, progress)
     step, coded = best
     if made != step:
-      quantized = {}
-      quantized = self.quantized(step)
+      tables = {}
+      tables = self.tables_at(step)
     for name, parts in coded.items():
-      read, levels = container.CompressedTable(parts), quantized[name].levels
+      read, levels = container.CompressedTable(parts), tables[name].levels
       for first in range(0, len(levels), 2**13):
         last = min(first + 2**13, len(levels))
         if not np.array_equal(read.levels(first, last), levels[first:last]):
           raise RuntimeError(f"the table {name} is not read as it was written: report it")
-    return step, quantized, coded
+    return step, tables, coded
 
   def _next_step(self, totals: Mapping[float, int], size: int) -> float:
     """A step to code at, from the bytes of steps that were coded, the last of them nearest to it.
@@ -187,7 +189,7 @@ class Tables:
     return math.sqrt(low * high)
 
   @functools.cached_property
-  def _samples(self) -> tuple[float, dict[str, tuple[QuantizedTable, int]]]:
+  def _samples(self) -> tuple[float, dict[str, tuple[CodedTable, int]]]:
     """A fine step; some rows of the tables rounded to it, and the number of all rows."""
     fine, samples = max(FINE_STEP, 2 * self.limits[0]), {}
     for name, own in self._coordinates.items():
@@ -230,10 +232,10 @@ class Compression(Tables):
     tables = tables_of(model, variables)
     super().__init__(tables, moments.of_tables(list(tables)))
 
-  def variables_of(self, quantized: Mapping[str, QuantizedTable | PackedTable]) -> Variables:
+  def variables_of(self, tables: Mapping[str, CodedTable | PackedTable]) -> Variables:
     """The variables of the model with the rows that these tables have in memory."""
     made = {}
-    for name, own in quantized.items():
+    for name, own in tables.items():
       rows_VD = own.table()
       for first in range(0, len(rows_VD), ROWS):
         rows_VD[first : first + ROWS] = self.runtime.rounded(rows_VD[first : first + ROWS])
@@ -247,7 +249,7 @@ class Compression(Tables):
     if reference is None:
       return Point(step, size, None)
     # The integers are given back before the scores are made.
-    student = self.variables_of(self.quantized(step))
+    student = self.variables_of(self.tables_at(step))
     (found,) = reference.compare([student])
     return Point(step, size, float(found["kl"].mean(dtype=np.float64)))
 
@@ -276,7 +278,7 @@ class PackedCompression(Compression):
     """Bytes of all tables at a step, in the file and in memory."""
     return self._others + 2 * sum(self._units(step).values())
 
-  def quantized(
+  def tables_at(
     self, step: float, progress: Callable[[float], None] = lambda part: None
   ) -> dict[str, PackedTable]:
     """The packed tables."""
@@ -306,7 +308,7 @@ class PackedCompression(Compression):
           f" least {least:,}, or leave out `--runtime packed`."
         )
       step = 2.0 ** -min(bits, MOST_BITS)
-    packed = self.quantized(step, progress)
+    packed = self.tables_at(step, progress)
     return step, packed, {name: table.parts() for name, table in packed.items()}
 
 

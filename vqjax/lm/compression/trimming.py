@@ -17,13 +17,20 @@ from jaxtyping import Int
 
 from vqjax.lm import checkpoints
 from vqjax.lm.checkpoints.families import decoder_of
-from vqjax.lm.checkpoints.readers import check_not_compressed, import_extra, open_source, read_json
+from vqjax.lm.checkpoints.readers import (
+  check_not_compressed,
+  import_checkpoints_extra,
+  open_source,
+  read_json,
+)
 from vqjax.lm.checkpoints.tokenizers import JsonTokenizer, PiecesTokenizer, Tokenizer
 from vqjax.lm.generation import score
 from vqjax.lm.models import Transformer
 from vqjax.lm.texts import pieces
-from vqjax.tables.files import check_output, whole
+from vqjax.tables.atomic_files import check_output, whole
 from vqjax.types import Dtype
+
+__all__ = ["Trimmed", "trim"]
 
 HELD_OUT = 0.1
 """Part of each text that is not counted: what the report says is measured on it."""
@@ -154,7 +161,7 @@ def kept_tokens(
   return np.asarray(sorted(kept))
 
 
-def merge_parts(name: str, rank: Callable[[str, str], float | None]) -> set[str]:
+def _merge_parts(name: str, rank: Callable[[str, str], float | None]) -> set[str]:
   """The characters of a token, and what byte-pair encoding makes of them until it is whole.
 
   Args:
@@ -174,7 +181,7 @@ def merge_parts(name: str, rank: Callable[[str, str], float | None]) -> set[str]
 
 
 def _of_pieces(tokenizer: PiecesTokenizer) -> Vocabulary:
-  library = import_extra("sentencepiece.sentencepiece_model_pb2")
+  library = import_checkpoints_extra("sentencepiece.sentencepiece_model_pb2")
   proto = library.ModelProto.FromString(tokenizer.content)
   pieces = list(proto.pieces)
   score_of = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
@@ -208,7 +215,7 @@ def _of_pieces(tokenizer: PiecesTokenizer) -> Vocabulary:
     typed(UNKNOWN, CONTROL, BYTE) | ends | {n for n, p in enumerate(pieces) if p.piece == SPACE},
     typed(UNKNOWN, BYTE),
     # Unigram takes the most probable pieces: what a text does not use has no part in it.
-    (lambda name: merge_parts(name, rank)) if is_bpe else (lambda name: set()),
+    (lambda name: _merge_parts(name, rank)) if is_bpe else (lambda name: set()),
     rebuilt,
   )
 
@@ -240,7 +247,7 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
   alphabet = {f"<0x{byte:02X}>" for byte in range(256)} if model.get("byte_fallback") else set()
   spaces = {number_of[SPACE]} if SPACE in number_of else set()
   if any('"ByteLevel"' in json.dumps(state[part]) for part in ("pre_tokenizer", "decoder")):
-    alphabet |= {*import_extra("tokenizers").pre_tokenizers.ByteLevel.alphabet()}
+    alphabet |= {*import_checkpoints_extra("tokenizers").pre_tokenizers.ByteLevel.alphabet()}
   letters = {number_of[name] for name in alphabet if name in number_of}
   special = {token["id"] for token in added if token["special"]}
   ends = {tokenizer.bos, *tokenizer.eos} - {None}
@@ -261,7 +268,7 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
     new["added_tokens"] = [t | {"id": new_of[t["id"]]} for t in added if t["id"] in new_of]
     for numbers, at in _framing(new.get("post_processor")):
       numbers[at] = new_of[numbers[at]]
-    library = import_extra("tokenizers").Tokenizer.from_str(json.dumps(new))
+    library = import_checkpoints_extra("tokenizers").Tokenizer.from_str(json.dumps(new))
     wrong = [
       names[old] for old, number in new_of.items() if library.id_to_token(number) != names[old]
     ]
@@ -282,7 +289,7 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
     names,
     special | letters | unknown | spaces | ends | framed,
     letters | unknown,
-    (lambda name: merge_parts(name, lambda *pair: rank_of.get(pair)))
+    (lambda name: _merge_parts(name, lambda *pair: rank_of.get(pair)))
     if kind == "BPE"
     else (lambda name: set()),
     rebuilt,

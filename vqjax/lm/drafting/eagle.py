@@ -27,12 +27,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from vqjax.heads import DenseHead, Head
-from vqjax.lm.generation.cache import Ring, Variables
+from vqjax.lm.generation.kv_cache import Ring, Variables
 from vqjax.lm.generation.sampling import Sampling
 from vqjax.lm.generation.speculation import (
   Drafter,
-  Part,
-  Program,
+  DrafterModules,
+  DraftingProgram,
   State,
   check_head,
   read_times,
@@ -41,6 +41,8 @@ from vqjax.lm.generation.speculation import (
 from vqjax.lm.lenses.tuned import check_mark, model_mark
 from vqjax.lm.models import Transformer
 from vqjax.lm.models.attention import attend
+
+__all__ = ["Eagle", "initial_params", "load_eagle", "save_eagle"]
 
 TESTED_POSITIONS = 32
 """Positions of the prompts, of all rows together, on which a drafter is tested before it drafts."""
@@ -80,17 +82,17 @@ class Eagle(Drafter):
     given = super().program(model, sampling, positions, has_log_probs)
     return EagleProgram(**vars(given))
 
-  def _part(self, model: Transformer) -> Part:
-    check_params(self.params, model)
+  def _part(self, model: Transformer) -> DrafterModules:
+    _check_params(self.params, model)
     check_head(self.head, self.variables, model)
-    return Part(model, self.head, shares=True)
+    return DrafterModules(model, self.head, shares=True)
 
   def _variables(self, variables: Variables) -> dict[str, Variables]:
     arrays = {"body": variables, "eagle": self.params}
     return arrays if self.head is None else arrays | {"head": self.variables}
 
 
-class Kept(NamedTuple):
+class EagleState(NamedTuple):
   """What an `Eagle` keeps from round to round, with T = `length` + 1.
 
   Attributes:
@@ -105,12 +107,12 @@ class Kept(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class EagleProgram(Program):
+class EagleProgram(DraftingProgram):
   """What the compiled functions of an `Eagle` depend on."""
 
   reads_hidden = True
 
-  def begun(self, arrays, tokens_BT, hidden_BTD, length_B, capacity) -> Kept:
+  def begun(self, arrays, tokens_BT, hidden_BTD, length_B, capacity) -> EagleState:
     """Keys and values of the prompts, and the hidden vector of the last token of each."""
     # A token's vector is read at the position behind it.
     before_BTD = jnp.pad(hidden_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]
@@ -120,7 +122,7 @@ class EagleProgram(Program):
     ring = Ring.of_prompt(key, value, length_B, capacity + self.longest)
     last_BD = jnp.take_along_axis(hidden_BTD, (length_B - 1)[:, None, None], axis=1)
     last_BTD = jnp.pad(last_BD, ((0, 0), (0, self.longest), (0, 0)))
-    return Kept(ring, last_BTD, jnp.full_like(length_B, -1))
+    return EagleState(ring, last_BTD, jnp.full_like(length_B, -1))
 
   def prior(
     self, arrays, tokens_BT, hidden_BTD, length_B, draft_rings
@@ -192,7 +194,7 @@ class EagleProgram(Program):
     kept = state.draft_rings._replace(ring=ring)
     return number_KB.T, log_q_KUB, state._replace(draft_rings=kept)
 
-  def observed(self, state, hidden_BTD) -> Kept:
+  def observed(self, state, hidden_BTD) -> EagleState:
     """The hidden vectors that the model has computed, for the next round."""
     if not self.length:  # no later round drafts
       return state.draft_rings
@@ -304,7 +306,7 @@ def _fresh_params(model, key):
   }
 
 
-def check_params(params: Params, model: Transformer) -> None:
+def _check_params(params: Params, model: Transformer) -> None:
   """Raise ValueError unless parameters have the names and shapes of a drafter for a model."""
   wanted, found = _shapes_of(model), _shapes(params)
   if wrong := sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name)):

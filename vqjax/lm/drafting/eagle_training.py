@@ -17,15 +17,17 @@ from jaxtyping import Array, Float, Int
 from vqjax.lm.drafting import Eagle, Medusa, save_eagle
 from vqjax.lm.drafting.eagle import frequent_head, initial_params, unrolled
 from vqjax.lm.generation import GREEDY, UNFILTERED, Drafter, RoundTimes, TreeDraft, generate
-from vqjax.lm.generation.cache import Variables, prefill, unstacked
 from vqjax.lm.generation.decoding import SMALLEST_BUCKET
-from vqjax.lm.generation.trees import is_whole
-from vqjax.lm.jobs import ProgressBars, check_new_file, identity_of, open_work
+from vqjax.lm.generation.draft_trees import is_whole
+from vqjax.lm.generation.kv_cache import Variables, prefill, unstacked
+from vqjax.lm.jobs import ProgressBars, check_new_file, job_identity, open_work
 from vqjax.lm.lenses import fitting
 from vqjax.lm.lenses.tuned import model_mark
 from vqjax.lm.models import Transformer
-from vqjax.lm.texts import encode, windows
+from vqjax.lm.texts import encode_text, text_windows
 from vqjax.ops.distillation import divergence_from_last
+
+__all__ = ["EagleTraining", "drafter_of_rows", "spread_rows", "timed"]
 
 SHARE = 32
 """One window is held out for so many that the drafter is trained on."""
@@ -54,7 +56,7 @@ def check_drafter_file(out: pathlib.Path) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class EagleTraining:
   """How a drafter is trained.
 
   Attributes:
@@ -96,7 +98,7 @@ class DrafterJob:
   model: pathlib.Path
   text: str
   out: pathlib.Path
-  settings: Settings = Settings()
+  settings: EagleTraining = EagleTraining()
   positions: int = 2**17
   window: int = 128
 
@@ -128,9 +130,9 @@ def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> d
   """
   model, variables, tokenizer = loaded
   work = job.out.with_name(f".{job.out.name}.partial")
-  begin, tokens = encode(tokenizer, job.text)
-  rows = windows({"text": tokens}, begin, min(job.window, model.context)).tokens
-  with open_work(work, identity_of(job, model_mark(variables))), ProgressBars() as bars:
+  begin, tokens = encode_text(tokenizer, job.text)
+  rows = text_windows({"text": tokens}, begin, min(job.window, model.context)).tokens
+  with open_work(work, job_identity(job, model_mark(variables))), ProgressBars() as bars:
     chosen = spread_rows(rows, job.positions)
     counts = np.bincount(tokens, minlength=model.head.vocab)
     eagle, found = drafter_of_rows(work, model, variables, chosen, counts, job.settings, bars, say)
@@ -165,7 +167,7 @@ def drafter_of_rows(
   variables: Variables,
   rows: Int[np.ndarray, "W T"],
   counts: Int[np.ndarray, "V"],
-  settings: Settings,
+  settings: EagleTraining,
   bars: Callable[[str], Callable[[float], None]],
   say: Callable[[str], None],
 ) -> tuple[Eagle, dict[str, Any]]:

@@ -9,6 +9,8 @@ import numpy as np
 
 from vqjax.heads import DenseHead, RoutedHead
 
+__all__ = ["routed_head", "routed_tensors"]
+
 CENTROIDS = "masked_embedding.centroids.weight"
 ORDERING = "masked_embedding.token_ordering"
 """Tensors of `Gemma4AssistantForCausalLM`: the centroids [C, D], and the tokens [V] by cluster."""

@@ -22,20 +22,30 @@ from safetensors.numpy import save_file
 
 from vqjax.heads import DenseHead, Head
 from vqjax.lm.drafting.eagle import Eagle, load_eagle
-from vqjax.lm.generation.cache import Variables
+from vqjax.lm.generation.draft_trees import DraftTree
+from vqjax.lm.generation.kv_cache import Variables
 from vqjax.lm.generation.sampling import Sampling
 from vqjax.lm.generation.speculation import (
   Drafter,
-  Part,
+  DrafterModules,
   State,
   check_head,
   read_times,
   written_times,
 )
 from vqjax.lm.generation.tree_drafting import TreeProgram, Typical
-from vqjax.lm.generation.trees import Tree
 from vqjax.lm.lenses.tuned import check_mark, model_mark
 from vqjax.lm.models import Transformer
+
+__all__ = [
+  "Medusa",
+  "MedusaBlocks",
+  "load_drafter",
+  "load_medusa",
+  "medusa_loss",
+  "medusa_ranks",
+  "save_medusa",
+]
 
 
 class MedusaBlocks(NamedTuple):
@@ -82,7 +92,7 @@ class Medusa(Drafter):
   blocks: MedusaBlocks
   head: Head | None = None
   variables: Variables | None = None
-  tree: Tree | None = dataclasses.field(default=None, kw_only=True)
+  tree: DraftTree | None = dataclasses.field(default=None, kw_only=True)
   typical: Typical | None = dataclasses.field(default=None, kw_only=True)
   length: int = dataclasses.field(default=1, init=False)
   cost: float | int = dataclasses.field(default=0.02, kw_only=True)
@@ -90,7 +100,7 @@ class Medusa(Drafter):
   def __post_init__(self):
     count = len(self.blocks.weight)
     if self.tree is None:
-      object.__setattr__(self, "tree", Tree.chain(count))
+      object.__setattr__(self, "tree", DraftTree.chain(count))
     if self.tree.depth > count:
       raise ValueError(
         f"`tree` must be at most as deep as there are blocks, {count}; got depth {self.tree.depth}."
@@ -106,7 +116,7 @@ class Medusa(Drafter):
     given = super().program(model, sampling, positions, has_log_probs)
     return _MedusaProgram(**vars(given), tree=self.tree, typical=self.typical)
 
-  def _part(self, model: Transformer) -> Part:
+  def _part(self, model: Transformer) -> DrafterModules:
     count = len(self.blocks.weight)
     shapes = (count, model.dim, model.dim), (count, model.dim)
     if (self.blocks.weight.shape, self.blocks.bias.shape) != shapes:
@@ -115,7 +125,7 @@ class Medusa(Drafter):
         f" {self.blocks.weight.shape} and {self.blocks.bias.shape}. Train blocks of this model."
       )
     check_head(self.head, self.variables, model)
-    part = Part(model, self.head, shares=True)
+    part = DrafterModules(model, self.head, shares=True)
     self.tree.check_width(part.output.vocab)
     return part
 
@@ -264,7 +274,7 @@ def load_medusa(
       tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
       facts = json.loads(file.metadata()[FORMAT])
     blocks = MedusaBlocks(*(jnp.asarray(tensors[name]) for name in MedusaBlocks._fields))
-    mark, tree, times = tensors["mark"], Tree(facts["paths"]), read_times(facts)
+    mark, tree, times = tensors["mark"], DraftTree(facts["paths"]), read_times(facts)
   except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
     raise ValueError(
       f"`path` must be a file of `save_medusa`; got {path}: {error}. Train the drafter again."

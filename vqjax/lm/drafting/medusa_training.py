@@ -23,13 +23,15 @@ from vqjax.lm.drafting.eagle_training import (
   spread_rows,
   timed,
 )
-from vqjax.lm.generation import Tree
-from vqjax.lm.generation.cache import Variables, unstacked
-from vqjax.lm.jobs import ProgressBars, identity_of, open_work
+from vqjax.lm.generation import DraftTree
+from vqjax.lm.generation.kv_cache import Variables, unstacked
+from vqjax.lm.jobs import ProgressBars, job_identity, open_work
 from vqjax.lm.lenses.fitting import descend, kept_states
 from vqjax.lm.lenses.tuned import model_mark
 from vqjax.lm.models import Transformer
-from vqjax.lm.texts import encode, windows
+from vqjax.lm.texts import encode_text, text_windows
+
+__all__ = ["MedusaTraining", "frequent_output", "medusa_of_rows"]
 
 SHARE = 16
 """One window is held out for so many that are trained on."""
@@ -58,7 +60,7 @@ class Output(NamedTuple):
   tokens: Int[np.ndarray, "U"] | None = None
 
 
-class States(NamedTuple):
+class _States(NamedTuple):
   """Text and the final hidden vectors of a model at each of its tokens.
 
   Attributes:
@@ -82,13 +84,13 @@ class States(NamedTuple):
     return np.asarray(self.hidden[row, column + 1]), self.tokens[row[:, None], later]
 
 
-def hidden_states(
+def _kept_hidden_states(
   work: pathlib.Path,
   model: Transformer,
   variables: Variables,
   rows: Int[np.ndarray, "R T"],
   progress: Callable[[float], None],
-) -> States:
+) -> _States:
   """The final hidden vectors of rows of text, in a file that an interrupted call goes on with.
 
   Args:
@@ -101,7 +103,7 @@ def hidden_states(
 
   of_row = lambda row: hidden_vectors(variables, row[None], model=model)
   kept_1ND = kept_states(work, of_row, (1, rows.size, model.dim), rows, progress)
-  return States(rows, kept_1ND.reshape(*rows.shape, model.dim))
+  return _States(rows, kept_1ND.reshape(*rows.shape, model.dim))
 
 
 def frequent_output(
@@ -118,7 +120,7 @@ def frequent_output(
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class MedusaTraining:
   """How blocks are trained.
 
   Attributes:
@@ -142,13 +144,13 @@ class Settings:
       raise ValueError(f"`--rate` must be positive; got {self.rate}. 0.001 is usual.")
 
 
-def train_medusa(
+def _train_medusa(
   work: pathlib.Path,
   model: Transformer,
   variables: Variables,
-  states: States,
+  states: _States,
   output: Output,
-  settings: Settings,
+  settings: MedusaTraining,
   progress: Callable[[float], None],
   say: Callable[[str], None],
 ) -> Medusa:
@@ -204,8 +206,8 @@ def train_medusa(
   return Medusa(blocks, output.head, own, tokens=output.tokens)
 
 
-def ranks(
-  drafter: Medusa, model: Transformer, variables: Variables, states: States
+def _ranks(
+  drafter: Medusa, model: Transformer, variables: Variables, states: _States
 ) -> Int[np.ndarray, "N K"]:
   """The rank that each block gives to the token that follows, at all positions of a text.
 
@@ -228,8 +230,8 @@ def ranks(
   return np.concatenate(found)
 
 
-def with_best_tree(
-  drafter: Medusa, model: Transformer, variables: Variables, held_out: States, size: int
+def _with_best_tree(
+  drafter: Medusa, model: Transformer, variables: Variables, held_out: _States, size: int
 ) -> tuple[Medusa, dict[str, Any]]:
   """The drafter with the best tree of `size` tokens for half of the held-out rows.
 
@@ -237,13 +239,13 @@ def with_best_tree(
   "among", the part that it has among `CANDIDATES`; "chain" and "tree", tokens a pass of the
   likeliest tokens alone and of the tree; "size", the draft tokens of the tree; and "positions".
   """
-  half = lambda first: States(held_out.tokens[first::2], held_out.hidden[first::2])
-  tree = Tree.best(ranks(drafter, model, variables, half(0)), size)
-  rank_NK = ranks(drafter, model, variables, half(1))
+  half = lambda first: _States(held_out.tokens[first::2], held_out.hidden[first::2])
+  tree = DraftTree.best(_ranks(drafter, model, variables, half(0)), size)
+  rank_NK = _ranks(drafter, model, variables, half(1))
   figures = {
     "accuracy": (rank_NK == 0).mean(axis=0).tolist(),
     "among": (rank_NK >= 0).mean(axis=0).tolist(),
-    "chain": Tree.chain(rank_NK.shape[1]).tokens_per_pass(rank_NK),
+    "chain": DraftTree.chain(rank_NK.shape[1]).tokens_per_pass(rank_NK),
     "tree": tree.tokens_per_pass(rank_NK),
     "size": tree.size,
     "positions": len(rank_NK),
@@ -257,11 +259,11 @@ def medusa_of_rows(
   variables: Variables,
   rows: Int[np.ndarray, "R T"],
   output: Output,
-  settings: Settings,
+  settings: MedusaTraining,
   bar: Callable[[str], Callable[[float], None]],
   say: Callable[[str], None],
 ) -> tuple[Medusa, dict[str, Any]]:
-  """A drafter trained on rows of text, and the figures of `with_best_tree` on the last of them.
+  """A drafter trained on rows of text, and the figures of `_with_best_tree` on the last of them.
 
   Args:
     work: folder of what an interrupted call goes on with.
@@ -283,16 +285,16 @@ def medusa_of_rows(
       f" {len(rows)} of {rows.shape[1]}. Give a longer text, or train fewer blocks."
     )
   held_out = max(2, len(rows) // SHARE)
-  states = hidden_states(work, model, variables, rows, bar("hidden vectors"))
+  states = _kept_hidden_states(work, model, variables, rows, bar("hidden vectors"))
   parts = slice(None, -held_out), slice(-held_out, None)
-  train, test = (States(states.tokens[part], states.hidden[part]) for part in parts)
+  train, test = (_States(states.tokens[part], states.hidden[part]) for part in parts)
   given = work, model, variables, train, output, settings, bar("training"), say
-  drafter = train_medusa(*given)
-  return with_best_tree(drafter, model, variables, test, settings.size)
+  drafter = _train_medusa(*given)
+  return _with_best_tree(drafter, model, variables, test, settings.size)
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class MedusaJob:
   """A call of `fit_medusa`.
 
   Attributes:
@@ -311,7 +313,7 @@ class Job:
   positions: int = 2**16
   window: int = 128
   vocab: int | None = 4096
-  settings: Settings = Settings()
+  settings: MedusaTraining = MedusaTraining()
 
   def __post_init__(self):
     for name in ("positions", "vocab"):
@@ -320,10 +322,10 @@ class Job:
     check_drafter_file(self.out)
 
 
-def fit_medusa(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
+def fit_medusa(job: MedusaJob, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
   """Train a drafter, write it, and return its figures.
 
-  They are those of `with_best_tree`, and "rounds", `rounds_of` the drafter on this device.
+  They are those of `_with_best_tree`, and "rounds", `rounds_of` the drafter on this device.
 
   Args:
     job: what to do.
@@ -335,14 +337,14 @@ def fit_medusa(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, A
   """
   model, variables, tokenizer = loaded
   variables = unstacked(variables)
-  begin, tokens = encode(tokenizer, job.text)
-  rows = windows({"text": tokens}, begin, min(job.window, model.context)).tokens
+  begin, tokens = encode_text(tokenizer, job.text)
+  rows = text_windows({"text": tokens}, begin, min(job.window, model.context)).tokens
   rows = spread_rows(rows, job.positions)
   output = Output()
   if job.vocab is not None and job.vocab < model.head.vocab:
     output = frequent_output(model, variables, rows, job.vocab)
   work = job.out.with_name(f".{job.out.name}.partial")
-  with open_work(work, identity_of(job, model_mark(variables))), ProgressBars() as bars:
+  with open_work(work, job_identity(job, model_mark(variables))), ProgressBars() as bars:
     given = work, model, variables, rows, output, job.settings
     drafter, figures = medusa_of_rows(*given, bars, say)
     drafter = timed(drafter, model, variables, rows[-1].tolist())

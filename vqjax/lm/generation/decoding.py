@@ -15,11 +15,13 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.lm.checkpoints.tokenizers import Tokenizer
 from vqjax.lm.generation import speculation
-from vqjax.lm.generation.cache import Ring, Variables, decode, prefill, unstacked
+from vqjax.lm.generation.kv_cache import Ring, Variables, decode, prefill, unstacked
 from vqjax.lm.generation.sampling import UNFILTERED, Sampling, choose
 from vqjax.lm.generation.speculation import Drafter
-from vqjax.lm.generation.text import TextStream
+from vqjax.lm.generation.text_stream import TextStream
 from vqjax.lm.models import Transformer
+
+__all__ = ["Generated", "generate", "stream"]
 
 Prompts = Sequence[Sequence[int] | str]
 """Tokens of each prompt, or texts where a tokenizer is given."""

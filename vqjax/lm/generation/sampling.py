@@ -11,6 +11,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 from vqjax.heads import Head
 from vqjax.ops import sampling as ops
 
+__all__ = ["GREEDY", "UNFILTERED", "Sampling"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling(ops.SamplingOptions):

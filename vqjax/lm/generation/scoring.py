@@ -9,9 +9,11 @@ import numpy as np
 from jaxtyping import Float
 
 from vqjax.lm.checkpoints.tokenizers import Tokenizer
-from vqjax.lm.generation.cache import Variables
 from vqjax.lm.generation.decoding import Prompts, check_decoder, encoded, padded
+from vqjax.lm.generation.kv_cache import Variables
 from vqjax.lm.models import Transformer
+
+__all__ = ["score"]
 
 
 def score(

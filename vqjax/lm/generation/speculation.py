@@ -22,13 +22,15 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from vqjax.heads import Head
-from vqjax.lm.generation.cache import Ring, Variables, extend, prefill, unstacked
+from vqjax.lm.generation.draft_trees import check_count
+from vqjax.lm.generation.kv_cache import Ring, Variables, extend, prefill, unstacked
 from vqjax.lm.generation.sampling import Sampling, choose
-from vqjax.lm.generation.trees import check_count
 from vqjax.lm.models import Transformer
 from vqjax.ops import sampling as ops
-from vqjax.ops.rejection import Filtered, verify
+from vqjax.ops.rejection import FilteredDistribution, verify
 from vqjax.ops.sampling import Blocks
+
+__all__ = ["Draft", "Drafter", "EarlyExit", "RoundTimes"]
 
 KEPT = 0.95
 """Weight of the earlier rounds in the running acceptance, once for each round."""
@@ -101,7 +103,7 @@ class Drafter(abc.ABC):
     return self.drawn
 
   @abc.abstractmethod
-  def _part(self, model: Transformer) -> Part:
+  def _part(self, model: Transformer) -> DrafterModules:
     """The modules for drafting for a model."""
 
   @abc.abstractmethod
@@ -110,14 +112,14 @@ class Drafter(abc.ABC):
 
   def program(
     self, model: Transformer, sampling: Sampling, positions: int, has_log_probs: bool
-  ) -> Program:
+  ) -> DraftingProgram:
     """What is compiled for a model; `bound` says which arguments are refused."""
     part = self.bound(model, sampling, positions)
     times = self.times(sampling)
     sizes = self.length, times.cost, self.length
-    return Program(model, part, sampling, *sizes, has_log_probs, times.overhead)
+    return DraftingProgram(model, part, sampling, *sizes, has_log_probs, times.overhead)
 
-  def bound(self, model: Transformer, sampling: Sampling, positions: int) -> Part:
+  def bound(self, model: Transformer, sampling: Sampling, positions: int) -> DrafterModules:
     """The modules for drafting for a model.
 
     Raises:
@@ -162,7 +164,7 @@ class Drafter(abc.ABC):
       )
     return part
 
-  def arrays(self, variables: Variables, part: Part, vocab: int) -> dict[str, Any]:
+  def arrays(self, variables: Variables, part: DrafterModules, vocab: int) -> dict[str, Any]:
     """The arrays of the modules, and maps between the vocabularies."""
     arrays = self._variables(variables)
     if self.tokens is not None:
@@ -187,13 +189,13 @@ class Draft(Drafter):
   model: Transformer
   variables: Variables
 
-  def _part(self, model: Transformer) -> Part:
+  def _part(self, model: Transformer) -> DrafterModules:
     if "params" not in self.variables:
       raise ValueError(
         f"`variables` must be those of the drafter's model; got {sorted(self.variables)} without"
         " 'params'. Give what its `init` or a checkpoint has."
       )
-    return Part(self.model, None, shares=False)
+    return DrafterModules(self.model, None, shares=False)
 
   def _variables(self, variables: Variables) -> dict[str, Variables]:
     return {"body": unstacked(self.variables)}
@@ -220,7 +222,7 @@ class EarlyExit(Drafter):
     check_count("layers", self.layers, "A quarter of the model's is usual.")
     super().__post_init__()
 
-  def _part(self, model: Transformer) -> Part:
+  def _part(self, model: Transformer) -> DrafterModules:
     if self.layers >= model.layers:
       raise ValueError(
         f"`layers` must be less than the model's {model.layers}; got {self.layers}. A quarter of"
@@ -228,7 +230,9 @@ class EarlyExit(Drafter):
       )
     check_head(self.head, self.variables, model)
     local = None if model.window is None else model.is_local()[: self.layers]
-    return Part(model.clone(layers=self.layers, local=local, parent=None), self.head, shares=True)
+    return DrafterModules(
+      model.clone(layers=self.layers, local=local, parent=None), self.head, shares=True
+    )
 
   def _variables(self, variables: Variables) -> dict[str, Variables]:
     params = variables["params"]
@@ -249,7 +253,7 @@ def check_head(head: Head | None, variables: Variables | None, model: Transforme
     )
 
 
-class Part(NamedTuple):
+class DrafterModules(NamedTuple):
   """The modules of a drafter.
 
   Attributes:
@@ -310,7 +314,7 @@ class State(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class DraftingProgram:
   """What the compiled functions depend on, beside the shapes of arrays.
 
   Attributes:
@@ -325,7 +329,7 @@ class Program:
   """
 
   model: Transformer
-  part: Part
+  part: DrafterModules
   sampling: Sampling
   longest: int
   cost: float | int
@@ -415,7 +419,7 @@ class Program:
     score_UB = head.logits(hidden_BD).T
     number_U = jnp.arange(head.vocab)
     blocks = Blocks(1, lambda _: (score_UB, number_U), score_UB.shape[1:])
-    kept = Filtered.of(blocks, *self._filters())
+    kept = FilteredDistribution.of(blocks, *self._filters())
     return jnp.maximum(kept.draw(key), 0), kept.log_probs(head.vocab)
 
   def _filters(self):
@@ -440,7 +444,7 @@ class Program:
 
     def compared(blocks, number_BK, log_q_KUB, key, tokens, allowed):
       blocks = ops.allow(blocks, allowed, self.model.head.vocab)
-      target = Filtered.of(blocks, *self._filters())
+      target = FilteredDistribution.of(blocks, *self._filters())
       return verify(target, number_BK, log_q_KUB, tokens, self.model.head.vocab, key)
 
     def of_head(model):
@@ -538,7 +542,7 @@ def read_times(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.partial(jax.jit, static_argnames=("program", "capacity"))
 def begin(
-  plain, arrays, tokens_BT, hidden_BTD, *, program: Program, capacity: int
+  plain, arrays, tokens_BT, hidden_BTD, *, program: DraftingProgram, capacity: int
 ) -> tuple[State, Int[Array, ""]]:
   """The state after the prompts, from that of plain generation with the first token.
 
@@ -567,7 +571,7 @@ def begin(
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
 def advance(
-  variables, arrays, state, limit, most, key, stop, allowed, *, program: Program
+  variables, arrays, state, limit, most, key, stop, allowed, *, program: DraftingProgram
 ) -> tuple[State, Int[Array, ""]]:
   """The state once each row has `limit` tokens or has ended, or another length is better.
 

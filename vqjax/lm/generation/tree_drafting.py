@@ -17,13 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from vqjax.lm.generation.cache import Ring, Variables, extend
+from vqjax.lm.generation.draft_trees import DraftTree
+from vqjax.lm.generation.kv_cache import Ring, Variables, extend
 from vqjax.lm.generation.sampling import Sampling, choose
-from vqjax.lm.generation.speculation import PRIOR, Draft, Drafter, EarlyExit, Part, Program, State
-from vqjax.lm.generation.trees import Tree
+from vqjax.lm.generation.speculation import (
+  PRIOR,
+  Draft,
+  Drafter,
+  DrafterModules,
+  DraftingProgram,
+  EarlyExit,
+  State,
+)
 from vqjax.lm.models import Transformer
 from vqjax.ops import sampling as ops
-from vqjax.ops.rejection import Filtered
+from vqjax.ops.rejection import FilteredDistribution
+
+__all__ = ["TreeDraft", "Typical"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +62,7 @@ class Typical:
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeProgram(Program):
+class TreeProgram(DraftingProgram):
   """Rounds that verify a tree, or, where few of its tokens are accepted, none.
 
   `longest` is the depth of the tree, and `cost` is that of one of its tokens. Of the state,
@@ -63,7 +73,7 @@ class TreeProgram(Program):
     typical: the rule of acceptance; None: the exact one.
   """
 
-  tree: Tree = dataclasses.field(kw_only=True)
+  tree: DraftTree = dataclasses.field(kw_only=True)
   typical: Typical | None = dataclasses.field(kw_only=True)
 
   @abc.abstractmethod
@@ -141,7 +151,9 @@ class TreeProgram(Program):
     """The last node of the longest path of likely tokens, and a token drawn after it."""
 
     def compared(blocks, token_BN, allowed):
-      target = Filtered.of(ops.allow(blocks, allowed, self.model.head.vocab), *self._filters())
+      target = FilteredDistribution.of(
+        ops.allow(blocks, allowed, self.model.head.vocab), *self._filters()
+      )
       return target.log_prob(token_BN), target.entropy()
 
     before_BND = hidden_BND[:, self.tree.parents]
@@ -176,7 +188,7 @@ class TreeDraft(Drafter):
   """
 
   drafter: Drafter
-  tree: Tree
+  tree: DraftTree
   typical: Typical | None = dataclasses.field(default=None, kw_only=True)
   length: int = dataclasses.field(default=1, init=False)
   tokens: Int[ArrayLike, "U"] | Sequence[int] | None = dataclasses.field(default=None, init=False)
@@ -198,7 +210,7 @@ class TreeDraft(Drafter):
     given = super().program(model, sampling, positions, has_log_probs)
     return _DraftProgram(**vars(given), tree=self.tree, typical=self.typical)
 
-  def _part(self, model: Transformer) -> Part:
+  def _part(self, model: Transformer) -> DrafterModules:
     part = self.drafter._part(model)
     self.tree.check_width(part.output.vocab)
     return part
@@ -224,7 +236,7 @@ class _DraftProgram(TreeProgram):
     def drafted(token_BN, first):
       fed_BN = token_BN if numbers is None else numbers[token_BN]
       # The nodes of smaller depths come first, and are a tree themselves.
-      part_tree = Tree(tree.nodes[1 : fed_BN.shape[1]]) if fed_BN.shape[1] > 1 else None
+      part_tree = DraftTree(tree.nodes[1 : fed_BN.shape[1]]) if fed_BN.shape[1] > 1 else None
       given = rings, fed_BN, state.length, state.step, part_tree
       hidden_BND, extended = extend(part.body, arrays["body"], *given)
       return hidden_BND[:, first:], extended

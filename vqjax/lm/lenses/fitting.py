@@ -15,11 +15,13 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from vqjax.lm import records
-from vqjax.lm.jobs import ProgressBars, check_new_file, identity_of, open_work
+from vqjax.lm.jobs import ProgressBars, check_new_file, job_identity, open_work
 from vqjax.lm.lenses import Lens, least_squares_lens, lens_divergence, residual_streams, save_lens
 from vqjax.lm.lenses.tuned import model_mark
 from vqjax.lm.models import Transformer
-from vqjax.lm.texts import encode, windows
+from vqjax.lm.texts import encode_text, text_windows
+
+__all__ = ["LensJob", "fit_lens"]
 
 SHARE = 16
 """One position is held out for so many that the lens is fitted on."""
@@ -29,7 +31,7 @@ EVERY = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class LensJob:
   """A call of `fit_lens`.
 
   Attributes:
@@ -65,7 +67,7 @@ class Job:
     check_new_file(self.out)
 
 
-def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
+def fit_lens(job: LensJob, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
   """Fit a lens, write it, and return the held-out divergences of every layer.
 
   Descent is that of Belrose et al., 2023: SGD with Nesterov's momentum 0.9, gradients of norm at
@@ -86,8 +88,8 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
   """
   model, variables, tokenizer = loaded
   work = job.out.with_name(f".{job.out.name}.partial")
-  begin, tokens = encode(tokenizer, job.text)
-  rows = windows({"text": tokens}, begin, min(job.window, model.context)).tokens
+  begin, tokens = encode_text(tokenizer, job.text)
+  rows = text_windows({"text": tokens}, begin, min(job.window, model.context)).tokens
   per_window = rows.shape[1] - 1
   if len(rows) < 2:
     raise ValueError(
@@ -99,7 +101,7 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
   held_out = min(max(1, needed // SHARE), len(rows) - 1)
   needed = min(max(1, needed), len(rows) - held_out)
   rows = np.concatenate((rows[:needed], rows[-held_out:]))
-  with open_work(work, identity_of(job, model_mark(variables))), ProgressBars() as bars:
+  with open_work(work, job_identity(job, model_mark(variables))), ProgressBars() as bars:
     # The first position of a window has no text before it.
     streams = lambda row: _streams(variables, row[None], model=model)[:, 0, 1:]
     shape = model.layers + 1, len(rows) * per_window, model.dim

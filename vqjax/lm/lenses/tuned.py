@@ -22,10 +22,21 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from vqjax.lm.generation.cache import Variables
 from vqjax.lm.generation.decoding import check_decoder
+from vqjax.lm.generation.kv_cache import Variables
 from vqjax.lm.models import Transformer
 from vqjax.ops.distillation import Readings, divergence_from_last, readings
+
+__all__ = [
+  "Lens",
+  "least_squares_lens",
+  "lens_divergence",
+  "lens_readings",
+  "load_lens",
+  "model_mark",
+  "residual_streams",
+  "save_lens",
+]
 
 ROWS = 64
 """Positions of which all layers are scored at a time."""
@@ -82,7 +93,7 @@ def residual_streams(
   return nn.apply(forward, model)(variables)
 
 
-def translated(lens: Lens | None, streams: Float[ArrayLike, "S *B D"]) -> Float[Array, "S *B D"]:
+def _translated(lens: Lens | None, streams: Float[ArrayLike, "S *B D"]) -> Float[Array, "S *B D"]:
   """The streams as the lens changes them, float32; the last one has no translator."""
   wide = jnp.asarray(streams, jnp.float32)
   if lens is None:
@@ -100,7 +111,7 @@ def lens_divergence(
   It is differentiable in reverse mode in the lens; None is the logit lens. Neither it nor its
   gradient holds an array of the size of the vocabulary for all positions.
   """
-  x_SBD = translated(lens, streams).astype(model.dtype)
+  x_SBD = _translated(lens, streams).astype(model.dtype)
   score = lambda m, x: m.head.over_blocks(divergence_from_last, m.final_norm(x))
   return model.apply(variables, x_SBD, method=score)
 
@@ -148,7 +159,7 @@ def lens_readings(
   if not 1 <= k <= model.head.vocab:
     raise ValueError(f"`k` must be in [1, vocab {model.head.vocab}]; got {k}. 5 is usual.")
   if lens is not None:
-    check_lens(lens, model)
+    _check_lens(lens, model)
   read = blocks_read(model, blocks)
   x_SBTD = _streams(variables, tokens, model=model)
   if blocks is not None:
@@ -190,7 +201,7 @@ def blocks_read(model: Transformer, blocks: Sequence[int] | None) -> list[int]:
   return sorted({*blocks, model.layers})
 
 
-def check_lens(lens: Lens, model: Transformer) -> None:
+def _check_lens(lens: Lens, model: Transformer) -> None:
   """Raise ValueError unless the lens has the shape of the model."""
   shape = (model.layers, model.dim)
   if lens.weight.shape != (*shape, model.dim) or lens.bias.shape != shape:
@@ -254,7 +265,7 @@ def load_lens(path: str | os.PathLike, model: Transformer, variables: Variables)
     raise ValueError(
       f"`path` must be a file of `save_lens`; got {path}: {error}. Fit a lens again."
     ) from error
-  check_lens(lens, model)
+  _check_lens(lens, model)
   check_mark(mark, variables, path, kind="lens")
   return lens
 
@@ -289,7 +300,7 @@ def _streams(variables, tokens, *, model):
 
 @functools.partial(jax.jit, static_argnames=("model", "k"))
 def _readings(variables, lens, x_SND, targets_N, *, model, k):
-  x_SND = translated(lens, x_SND).astype(model.dtype)
+  x_SND = _translated(lens, x_SND).astype(model.dtype)
   body = lambda blocks, targets: readings(blocks, targets, k)
   score = lambda m, x, targets: m.head.over_blocks(body, m.final_norm(x), targets)
   return model.apply(variables, x_SND, targets_N, method=score)

@@ -2,14 +2,14 @@
 
 from vqjax.lm.models.base import LanguageModel
 from vqjax.lm.models.decoder import MLP, Attention, LayerNorm, RMSNorm, Transformer
-from vqjax.lm.models.rotary import Linear, Llama3, Rotary, Yarn
+from vqjax.lm.models.rotary import LinearScaling, Llama3, Rotary, Yarn
 
 __all__ = [
   "MLP",
   "Attention",
   "LanguageModel",
   "LayerNorm",
-  "Linear",
+  "LinearScaling",
   "Llama3",
   "RMSNorm",
   "Rotary",

@@ -17,6 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from vqjax.ops import vocab_parallel
 from vqjax.ops.tiles import most_scores
 
+__all__ = []
+
 
 def attend(
   query: Float[Array, "B T H C"],
@@ -47,7 +49,7 @@ def attend(
     softcap: largest absolute score c: scores are c · tanh(score / c); None: no cap.
   """
   positions = (jnp.atleast_2d(position) for position in (query_position, key_position))
-  mask_BTS = causal_mask(*positions, window)
+  mask_BTS = _causal_mask(*positions, window)
   mask_BHTS = (mask_BTS if seen is None else mask_BTS & seen)[:, None]
   if softcap is None:
     return jax.nn.dot_product_attention(query, key, value, mask=mask_BHTS, scale=scale)
@@ -99,7 +101,7 @@ def tile_size(shape: tuple[int, int, int, int], most: int) -> int:
   return max(1, math.ceil(length / max(1, math.ceil(length / positions))))
 
 
-def causal_mask(
+def _causal_mask(
   query_position: Int[Array, "*b T"],
   key_position: Int[Array, "*c S"],
   window: Int[Array, ""] | int | None = None,

@@ -12,6 +12,19 @@ from jaxtyping import Array, Float, Int, Integer
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
 
+__all__ = [
+  "NORM_AXES",
+  "ROWS",
+  "LanguageModel",
+  "Terms",
+  "check_dim",
+  "check_dropout",
+  "check_heads",
+  "named",
+  "stacked_axes",
+  "vocabulary_axes",
+]
+
 Terms = dict[str, Float[Array, ""]]
 """Terms of the training loss by name."""
 

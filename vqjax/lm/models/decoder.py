@@ -29,6 +29,8 @@ from vqjax.ops import narrow
 from vqjax.sharding import constrain
 from vqjax.types import Dtype
 
+__all__ = ["MLP", "Attention", "LayerNorm", "RMSNorm", "Transformer"]
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerNorm:
@@ -123,7 +125,7 @@ class MLP:
   use_bias: bool = True
 
 
-class Layer(NamedTuple):
+class BlockSettings(NamedTuple):
   """What differs from block to block; arrays have an axis of all blocks first.
 
   Attributes:
@@ -203,7 +205,11 @@ class Block(nn.Module):
     self.drop = nn.Dropout(self.dropout)
 
   def __call__(
-    self, x_BTD: Float[Array, "B T D"], layer: Layer, angles: Angles | None, deterministic: bool
+    self,
+    x_BTD: Float[Array, "B T D"],
+    layer: BlockSettings,
+    angles: Angles | None,
+    deterministic: bool,
   ) -> tuple[Float[Array, "B T D"], None]:
     """The output of the block, as the carry of a scan.
 
@@ -223,7 +229,7 @@ class Block(nn.Module):
     return self.feed_forward(x_BTD, mixed, deterministic), None
 
   def query_key_values(
-    self, x_BTD: Float[Array, "B T D"], layer: Layer, angles: Angles | None
+    self, x_BTD: Float[Array, "B T D"], layer: BlockSettings, angles: Angles | None
   ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
     """Queries, keys and values of normalised vectors, turned by their positions."""
     if self.attention.kv_heads is None:
@@ -416,14 +422,14 @@ class Transformer(LanguageModel):
       return (False,) * self.layers
     return self.local or tuple(number % 2 == 1 for number in range(self.layers))
 
-  def layer_inputs(self) -> Layer:
+  def layer_inputs(self) -> BlockSettings:
     """The inputs of the scan over blocks."""
     if self.window is None:
-      return Layer()
+      return BlockSettings()
     local_L = jnp.array(self.is_local())
     windows_L = jnp.where(local_L, min(self.window, self.context), self.context)
     two_tables = self.local_rotary is not None
-    return Layer(windows_L.astype(jnp.int32), local_L if two_tables else None)
+    return BlockSettings(windows_L.astype(jnp.int32), local_L if two_tables else None)
 
   def angles(self, position: Int[Array, "*b T"]) -> Angles | None:
     """Cosines and sines of the positions, [kinds, *b, T, C / 2]; None without `rotary`."""

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+__all__ = ["LinearScaling", "Llama3", "Rotary", "Yarn"]
+
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class LinearScaling:
   """Positions divided by a factor. Source: Chen et al., Position Interpolation, 2023.
 
   Attributes:
@@ -114,12 +116,12 @@ class Rotary:
 
   Attributes:
     base: ratio of the first to the last frequency, almost.
-    scaling: a scaling of the frequencies, `Linear`, `Llama3`, `Yarn` or `Divisors`; None:
+    scaling: a scaling of the frequencies, `LinearScaling`, `Llama3`, `Yarn` or `Divisors`; None:
       none.
   """
 
   base: float = 10_000.0
-  scaling: Linear | Llama3 | Yarn | Divisors | None = None
+  scaling: LinearScaling | Llama3 | Yarn | Divisors | None = None
 
   def table(
     self, position: Int[Array, "*B T"], width: int

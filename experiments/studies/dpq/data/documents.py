@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 
-from vqjax.lab.data.cache import TokenSplit
 from vqjax.lab.data.pipeline import NONE, Batch, Examples
+from vqjax.lab.data.token_cache import TokenSplit
 
 
 class DocumentRows:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vqjax.lab.data.files import content_hash, normalised_hash
+from vqjax.lab.data.corpus_files import content_hash, normalised_hash
 from vqjax.lab.data.source import Source
 from vqjax.lm.texts import data_path
 

@@ -6,7 +6,7 @@ import gzip
 from collections.abc import Iterator
 from pathlib import Path
 
-from vqjax.lab.data.files import content_hash
+from vqjax.lab.data.corpus_files import content_hash
 from vqjax.lab.data.source import SPLITS, Source
 from vqjax.lm.texts import data_path
 

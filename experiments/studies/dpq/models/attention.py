@@ -38,7 +38,7 @@ def stacked(block: type[nn.Module], layers: int) -> Callable[..., nn.Module]:
   )
 
 
-class Attention(nn.Module):
+class AttentionBranch(nn.Module):
   """A residual branch of attention to the sequence itself or to another one."""
 
   dim: int
@@ -96,7 +96,7 @@ class EncoderBlock(nn.Module):
   activation: Callable = nn.relu
 
   def setup(self):
-    self.self_attention = Attention(self.dim, self.heads, self.dropout, self.dtype)
+    self.self_attention = AttentionBranch(self.dim, self.heads, self.dropout, self.dtype)
     self.feed_forward = FeedForward(
       self.dim, self.hidden, self.dropout, self.dtype, self.activation
     )
@@ -121,7 +121,7 @@ class DecoderBlock(nn.Module):
   activation: Callable = nn.relu
 
   def setup(self):
-    attention = functools.partial(Attention, self.dim, self.heads, self.dropout, self.dtype)
+    attention = functools.partial(AttentionBranch, self.dim, self.heads, self.dropout, self.dtype)
     self.self_attention, self.cross_attention = attention(), attention(crossed=True)
     self.feed_forward = FeedForward(
       self.dim, self.hidden, self.dropout, self.dtype, self.activation

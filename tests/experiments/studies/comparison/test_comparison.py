@@ -11,12 +11,12 @@ import scipy.stats
 
 from experiments.studies import tuning
 from experiments.studies.comparison import report, run
-from experiments.studies.comparison.compressed import InFile, InMemory, Table
+from experiments.studies.comparison.compressed import InFile, InMemory, TrainedTable
 from experiments.studies.comparison.report import Interval
 from experiments.studies.comparison.rows import SCALES, rows
 from experiments.studies.lstm import LSTM
-from experiments.studies.page import DOCS
-from experiments.studies.study import Job
+from experiments.studies.study import StudyJob
+from experiments.studies.study_page import DOCS
 from experiments.studies.tuning import SearchSpace
 from tests import jitted
 from vqjax import DenseEmbedding, DenseHead, convert
@@ -99,7 +99,7 @@ def test_heads_are_ranked_and_those_that_were_not_run_are_named():
   scores = {"dense-contexts": (5.0, 5000), "product": (4.9, 310), reference: (5.2, 40)}
   results = {f"ptb/{name}": kept(*score) for name, score in scores.items()}
   results["ptb/starts"] = {"nats": {reference: 9.213}}
-  table = report.table(results, s, {reference: {"step": 1.5, "sample": 0.5}})
+  table = report.comparison_table(results, s, {reference: {"step": 1.5, "sample": 0.5}})
   assert list(table["training"]) == [None, None, "1.50×"]
   behind = report.runs_table(results, s)
   assert list(behind["nats at the start"]) == [None, None, "9.21"]
@@ -193,7 +193,7 @@ def test_a_compressed_table_takes_its_bytes_and_is_near_the_dense_one(is_tied, m
   if not is_tied:
     params = {"embedding": {"weight": 0 * weight}, "head": {"bias": bias, "weight": weight}}
   size = 25_000  # a quarter; biases and the transform take a sixth of it
-  model, variables, used = method(Table(model, {"params": params}, moments, size))
+  model, variables, used = method(TrainedTable(model, {"params": params}, moments, size))
   assert 0.97 * size < used <= size
   of_head = part_of(variables, "head")
   if is_tied:
@@ -309,8 +309,8 @@ def test_the_learning_rate_of_manual_pages_is_what_most_tunings_of_penn_treebank
 
 def test_a_row_has_no_identity_before_its_tuning_and_then_that_of_the_chosen_fields():
   row = rows(SCALES["smoke"][0])[0].experiment(SCALES["smoke"][0], 0)
-  job = lambda experiment: Job("r", "", lambda: config_hash(experiment), dict)
-  before, chosen = Job("r/tuning", "", str, dict), {}
+  job = lambda experiment: StudyJob("r", "", lambda: config_hash(experiment), dict)
+  before, chosen = StudyJob("r/tuning", "", str, dict), {}
   made = tuning.tuned(job, row, before, lambda: chosen or None)
   assert made.identity() == ""
   assert made.needs == ("r/tuning",)

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.studies.dpq import report, run
 from experiments.studies.dpq.settings import SCALES, ZHANG, CodeSize
-from experiments.studies.page import DOCS
+from experiments.studies.study_page import DOCS
 from vqjax import DPQEmbedding, SoftmaxQuantizer
 
 ROOT = pathlib.Path(__file__).parents[4]
@@ -40,7 +40,7 @@ def results():
 
 def line(results, name, start):
   """The only line of a table whose label starts with `start`."""
-  table = report.table(results, "cpu", name)
+  table = report.dpq_table(results, "cpu", name)
   (own,) = table[table.run.str.startswith(start)].to_dict("records")
   return own
 
@@ -54,7 +54,7 @@ def test_a_row_has_its_score_its_paired_difference_and_both_ratios(results):
 
 
 def test_a_row_that_was_not_run_is_in_a_list_and_in_no_table(results):
-  tables = [report.table(results, "cpu", name) for name in report.TABLES]
+  tables = [report.dpq_table(results, "cpu", name) for name in report.TABLES]
   labels = {label for table in tables if len(table) for label in table.run}
   assert len(labels) == 9
   listed = {line["setting"]: line for line in report.not_run(results, "cpu").to_dict("records")}
@@ -75,15 +75,15 @@ def test_a_failed_run_is_counted_and_has_no_score(results):
 
 
 def test_a_score_is_bleu_else_accuracy_else_perplexity(results):
-  assert report.scores(results, "multi30k/full") == {0: 31.5}
-  assert report.scores(results, "ag-news/full") == {0: 90.0}
-  assert report.scores(results, "ptb-small/full") == {0: 114.0, 1: 116.0}
+  assert report.scores_by_seed(results, "multi30k/full") == {0: 31.5}
+  assert report.scores_by_seed(results, "ag-news/full") == {0: 90.0}
+  assert report.scores_by_seed(results, "ptb-small/full") == {0: 114.0, 1: 116.0}
 
 
 def test_rows_of_a_table_keep_the_papers_order():
   settings = "ptb-medium-tied", "wikitext-medium"
   names = [f"{setting}/{kind}" for setting in settings for kind in ("vq", "sx-tied", "sx")]
-  table = report.table({name: kept(100.0) for name in names}, "paper", "Table 12")
+  table = report.dpq_table({name: kept(100.0) for name in names}, "paper", "Table 12")
   assert list(table.paper) == ["82.4", "83.5", "83.5", "95.2", "95.8", "97"]
 
 

@@ -17,8 +17,8 @@ from experiments.studies.grouped.shapes import Grid
 from vqjax import DenseHead, GroupedHead
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import WordTokenizer
-from vqjax.lab.training import Interrupted, fit, loop, read_variables
-from vqjax.lab.training.run import load_text
+from vqjax.lab.training import Interrupted, fit, loop, read_run_variables
+from vqjax.lab.training.run_folder import load_text
 from vqjax.sharding import MeshShape
 
 
@@ -213,7 +213,7 @@ def test_it_learns_and_a_run_that_is_interrupted_ends_bitwise_the_same(tmp_path,
   rows = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("parts", "whole")]
   assert rows[0] == rows[1]
   assert resumed["test"] == whole["test"]
-  states = [read_variables(tmp_path / name) for name in ("parts", "whole")]
+  states = [read_run_variables(tmp_path / name) for name in ("parts", "whole")]
   assert jax.tree.all(jax.tree.map(np.array_equal, *states))
 
 

@@ -11,7 +11,7 @@ import pytest
 from configs.grouped.lm import dense, language_model
 from experiments.studies.grouped import report, rows, run
 from experiments.studies.grouped.judge import Grades, Judge
-from experiments.studies.page import DOCS
+from experiments.studies.study_page import DOCS
 from tests import tiny
 from vqjax.lab.config import with_vocab
 from vqjax.lab.data import WordTokenizer
@@ -62,7 +62,7 @@ def cost():
 
 
 def test_a_language_model_that_was_run_has_its_perplexity_and_difference_and_both_grades(results):
-  frame = report.tables(results, "cpu", None)["language"]
+  frame = report.page_tables(results, "cpu", None)["language"]
   row = cells(frame, "lm-128: grouped")
   assert (row["perplexity"], row["nats"], row["- GPT-2"]) == ("61.87", "4.125", "+0.125")
   assert cells(frame, "lm-128: GPT-Neo")["perplexity"] == "failed"
@@ -70,7 +70,7 @@ def test_a_language_model_that_was_run_has_its_perplexity_and_difference_and_bot
   missing = report.not_run(results, "cpu")
   assert "lm-128: grouped, by clusters (`lm-128/clusters`); " in missing
   assert "`lm-128/gpt-neo`" not in missing
-  grades = report.tables(results, "cpu", None)["grades"]
+  grades = report.page_tables(results, "cpu", None)["grades"]
   row = cells(grades, "lm-128: grouped")
   assert (row["grammar"], row["age"]) == ("3.50 / 3.53", "5.00 / 4.55")
   assert row["graded"] == "28 of 30 by teacher"
@@ -80,7 +80,7 @@ def test_a_language_model_that_was_run_has_its_perplexity_and_difference_and_bot
 
 
 def test_a_difference_needs_both_models(results):
-  frame = report.tables(results, "cpu", None)["differences"]
+  frame = report.page_tables(results, "cpu", None)["differences"]
   assert frame.to_dict("records") == [
     {"model": "lm-128: grouped", "control": "GPT-2", "difference": "+0.125"}
   ]
@@ -90,7 +90,7 @@ def test_picture_rates_are_per_cent_and_a_failed_run_says_so(results):
   results["pictures/grouped"] = kept(5.0)
   results["pictures/grouped"]["result"]["test"] |= {"accuracy": 0.25, "group_accuracy": 0.5}
   results["pictures/dense"] = FAILED
-  frame = report.tables(results, "cpu", None)["pictures"]
+  frame = report.page_tables(results, "cpu", None)["pictures"]
   row = cells(frame, "CNN, grouped")
   assert (row["accuracy, %"], row["of the group, %"]) == ("25.0", "50.0")
   assert row["paper's parameters"] == "10,340,999"
@@ -98,7 +98,7 @@ def test_picture_rates_are_per_cent_and_a_failed_run_says_so(results):
 
 
 def test_memory_and_speed_are_beside_the_papers(cost):
-  frames = report.tables({}, "cpu", cost)
+  frames = report.page_tables({}, "cpu", cost)
   row = cells(frames["memory"], "128 (8.1 M): grouped")
   assert (row["compiled"], row["recomputing"], row["of GPT-2"]) == ("7.00", "1.00", "0.17")
   assert row["paper, GB"] == "3.8"
@@ -113,7 +113,7 @@ def test_a_step_that_the_compiler_refused_has_failed_and_another_is_missing(cost
   del models["grouped"]["without_remat"]
   models["grouped"]["error"] = "out of memory"
   models["gpt-neo"] = {"macs": models["grouped"]["macs"], "error": "out of memory"}
-  frame = report.tables({}, "cpu", cost)["memory"]
+  frame = report.page_tables({}, "cpu", cost)["memory"]
   memory = lambda name: [cells(frame, name)[column] for column in ("compiled", "recomputing")]
   assert memory("128 (8.1 M): grouped") == ["failed", "1.00"]
   assert memory("128 (8.1 M): GPT-Neo") == [None, "failed"]
@@ -235,7 +235,7 @@ def test_the_command_runs_resumes_grades_and_renders(tmp_path, monkeypatch, caps
   assert report.TITLES["language"] in capsys.readouterr().out
   results = run.STUDY.current("smoke")
   assert results["grades/tiny-16-gpt-2"]["grades"]["age"] == 6.5
-  row = cells(report.tables(results, "smoke", None)["grades"], "tiny-16: GPT-2")
+  row = cells(report.page_tables(results, "smoke", None)["grades"], "tiny-16: GPT-2")
   assert row["consistency"] == "2.00 / –"
   assert results["top/tiny-16"]["top"]["same"]
   # The converted model has the trained body: it is worse than its source, but far from chance.

@@ -17,7 +17,7 @@ from experiments.studies.grouped.judge import (
   Judge,
   UnreadableGrades,
   mean_grades,
-  parse,
+  parse_grades,
   question,
 )
 
@@ -40,7 +40,7 @@ EXPECTED = Grades(8, 7, 7, 6, 11)
   ],
 )
 def test_grades_are_read_in_many_forms(answer):
-  assert parse(answer) == EXPECTED
+  assert parse_grades(answer) == EXPECTED
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_grades_are_read_in_many_forms(answer):
   ],
 )
 def test_an_age_is_the_middle_of_its_group(group, years):
-  assert parse(LINE.replace("E (10-12)", group)).age == years
+  assert parse_grades(LINE.replace("E (10-12)", group)).age == years
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_an_age_is_the_middle_of_its_group(group, years):
 )
 def test_an_answer_without_clear_grades_is_refused(old, new, names):
   with pytest.raises(UnreadableGrades, match=names):
-    parse(LINE.replace(old, new))
+    parse_grades(LINE.replace(old, new))
 
 
 def test_the_question_has_the_story_unchanged():

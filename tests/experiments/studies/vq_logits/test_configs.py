@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs.vq_logits.base import HEADS
-from vqjax.lab.config import config_hash, load, override
+from vqjax.lab.config import config_hash, load_config, override
 
 CONFIGS = pathlib.Path(__file__).parents[4] / "configs"
 PAPER = {
@@ -57,7 +57,7 @@ def test_a_codebook_has_codes_times_width_parameters(corpus):
 
 @pytest.mark.parametrize("corpus", PAPER)
 def test_files_load_and_their_data_can_be_overridden(corpus):
-  loaded = load(CONFIGS / f"vq_logits/{corpus}.py")
+  loaded = load_config(CONFIGS / f"vq_logits/{corpus}.py")
   assert config_hash(loaded) == config_hash(made(corpus))
   path = "data.source.path" if corpus == "c4" else "data.path"
   assert config_hash(override(loaded, [f"{path}=elsewhere"])) != config_hash(loaded)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from rich.console import Console
 
-from experiments.studies.page import DOCS, Spread, show
+from experiments.studies.study_page import DOCS, Spread, show_frame
 from experiments.studies.vq_logits import report
 from experiments.studies.vq_logits.report import ABLATIONS, MAIN, PAPER
 from experiments.studies.vq_logits.rows import rows
@@ -61,7 +61,7 @@ def docs(tmp_path):
 
 def measured(results, name):
   row = next(row for row in rows(PTB) if row.name == name)
-  return report.measure(results, PTB, row)
+  return report.measurement(results, PTB, row)
 
 
 def row_of(results, label, table="Table 10"):
@@ -182,7 +182,7 @@ def test_a_page_without_results_or_benches_has_the_papers_numbers(docs):
 def test_consoles_show_the_tables(results):
   stream = io.StringIO()
   for title, table in report.shown_tables(results, "smoke").items():
-    show(Console(file=stream, width=80), title, table)
+    show_frame(Console(file=stream, width=80), title, table)
   shown = stream.getvalue()
   assert "Table 10" in shown
   assert max(map(len, shown.splitlines())) <= 80

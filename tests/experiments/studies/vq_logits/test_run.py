@@ -42,7 +42,7 @@ def test_the_floor_of_a_learned_assignment_is_that_of_the_highest_choices(monkey
     "codes": {"head": {"candidates": np.array([[0, 1], [0, 1], [0, 1]], np.uint8)}},
   }
   test = types.SimpleNamespace(tokens=np.array([0, 0, 0, 1, 2, 2]))
-  monkeypatch.setattr(run, "read_variables", lambda folder: (variables, {}))
+  monkeypatch.setattr(run, "read_run_variables", lambda folder: (variables, {}))
   monkeypatch.setattr(run, "fit_tokenizer", lambda data, tokenizer: None)
   monkeypatch.setattr(run, "encode_split", lambda data, tokenizer, split: test)
   learned = next(row for row in rows(SCALES["smoke"]["ptb"]) if row.name.startswith("gumbel"))

@@ -1,0 +1,331 @@
+"""The run folder, its JSON files, and the text that a run trains on."""
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import socket
+import time
+import uuid
+import warnings
+from collections.abc import Sized
+from typing import Any, Literal
+
+from vqjax.lab.config import Experiment, config_hash, describe, difference, with_vocab
+from vqjax.lab.data import TokenSplit, encode_split, fingerprint, fit_tokenizer
+from vqjax.lab.data.source import SPLITS, Prepared
+from vqjax.lab.training.distributed import PATIENCE, from_main, is_main
+from vqjax.lm import records
+
+__all__ = ["EncodedText", "load_text", "read_metrics", "read_result"]
+
+
+@dataclasses.dataclass
+class Config:
+  """Schema of `config.json`."""
+
+  hash: str
+  config: dict[str, Any]
+  data: dict[str, Any]
+
+
+@dataclasses.dataclass
+class SplitScores:
+  """Schema of the scores of a split."""
+
+  nats_per_token: float
+  perplexity: float
+  bits_per_byte: float | None = None
+  tokens: int = 0
+
+
+@dataclasses.dataclass
+class Result:
+  """Schema of `result.json`."""
+
+  status: Literal["finished", "failed"]
+  name: str = ""
+  config_hash: str = ""
+  seed: int = 0
+  error: str = ""
+  commit: str | None = None
+  device: str = ""
+  date: str = ""
+  versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
+  valid: SplitScores | None = None
+  test: SplitScores | None = None
+  head: dict[str, Any] | None = None
+  embedding: dict[str, Any] | None = None
+  model: dict[str, int] = dataclasses.field(default_factory=dict)
+  mesh: dict[str, int] = dataclasses.field(default_factory=dict)
+  loss: dict[str, Any] | None = None
+  train: dict[str, Any] = dataclasses.field(default_factory=dict)
+  last_row: str = ""
+
+
+@dataclasses.dataclass
+class MetricsRow:
+  """Schema of a row of `metrics.jsonl`."""
+
+  step: int
+  loss: float | None = None
+  valid: dict[str, float] | None = None
+  recluster: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass
+class _Lock:
+  """Schema of the file `lock`, which names the process that holds it."""
+
+  token: str
+  host: str
+  process: int
+  since: str
+
+
+START_AFRESH = "To start over, remove {} or give another folder with --run."
+"""What to do with a run folder that cannot be resumed."""
+
+
+def read_result(folder: str | os.PathLike) -> dict | None:
+  """Return the content of a folder's result.json, or None before the run has ended."""
+  path = pathlib.Path(folder) / "result.json"
+  return records.read(path, Result, "Remove it and run again: the run then measures once more.")
+
+
+def read_config(folder: str | os.PathLike) -> dict | None:
+  """Return the content of a folder's config.json, or None without one."""
+  path = pathlib.Path(folder) / "config.json"
+  return records.read(path, Config, "Restore it, or run the folder's command again to write it.")
+
+
+def read_metrics(folder: str | os.PathLike) -> records.JSONRows:
+  """Return the rows of a folder's metrics.jsonl; none without one."""
+  path = pathlib.Path(folder) / "metrics.jsonl"
+  remedy = (
+    "Restore it, or run the folder's command again (without result.json) to go on without it."
+  )
+  found = records.read_json_rows(path, MetricsRow, remedy)
+  result = None if found.problem else read_result(folder)
+  # The checksums of rows do not tell that the last ones are gone.
+  last = result and result.get("last_row")
+  if last and found.checksums[-1:] != [last]:
+    found.problem = records.DamagedError(f"{path} is damaged: its last rows are missing. {remedy}")
+  return found
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedText:
+  """The encoded text of an experiment.
+
+  Attributes:
+    experiment: the experiment with the vocabulary of its modules filled in from the tokenizer.
+    splits: "train", "valid" and "test" -> tokens, or what the loader reads in their place.
+    identity: fingerprints and sizes, which must not change before a run is resumed.
+  """
+
+  experiment: Experiment
+  splits: dict[str, TokenSplit | Sized]
+  identity: dict
+
+
+def load_text(experiment: Experiment) -> EncodedText:
+  """Return the splits of an experiment, and fill in the vocabulary.
+
+  Fits the tokenizer and encodes the text; both are cached by content. Data of the kind `Prepared`
+  have splits of their own and no tokenizer.
+
+  Raises:
+    ValueError: the vocabularies of the model and the tokenizer differ, or a split is empty.
+  """
+  data = experiment.data
+  if (experiment.tokenizer is None) != isinstance(data, Prepared):
+    raise ValueError(
+      f"`tokenizer` must be None for prepared data and given for text; got {experiment.tokenizer}"
+      f" for {type(data).__name__}. Change `tokenizer` or `data`."
+    )
+  tokenizer = None if experiment.tokenizer is None else fit_tokenizer(data, experiment.tokenizer)
+  vocab = data.vocab if tokenizer is None else tokenizer.vocab
+  resolved = with_vocab(experiment, vocab)
+  read = data.split if tokenizer is None else lambda name: encode_split(data, tokenizer, name)
+  splits = {name: read(name) for name in SPLITS}
+  sizes = {name: len(getattr(split, "tokens", split)) for name, split in splits.items()}
+  empty = [name for name, size in sizes.items() if not size]
+  if empty:
+    raise ValueError(
+      f"`data` must have text for every split; got none for {', '.join(empty)} from {data}. Add"
+      " text or choose other data."
+    )
+  identity = {
+    "text": data.fingerprint(),
+    "tokenizer": tokenizer and fingerprint(tokenizer),
+    "vocab": vocab,
+    "tokens": sizes,
+  }
+  return EncodedText(resolved, splits, identity)
+
+
+class RunFolder:
+  """A run folder: config, metrics, events, checkpoints and the result.
+
+  Of several processes the first opens and writes it; the others check that they see the same.
+
+  Attributes:
+    path: the folder.
+    owner: the experiment and its data, in one word.
+  """
+
+  def __init__(self, path: pathlib.Path, experiment: Experiment, data: dict):
+    """Open or make the folder for an experiment on data with this identity.
+
+    Raises:
+      ValueError: the folder belongs to another config or other data, or another process runs in
+        it. Nothing is written.
+      OSError: the folder cannot be written, or the processes do not share it.
+    """
+    self.path = path
+    self._lock = None
+    mine = {"hash": config_hash(experiment), "config": describe(experiment), "data": data}
+    # Checkpoints name their owner, so that they cannot change hands with a lost config.json.
+    self.owner = f"{mine['hash']}-{records.checksum(json.dumps(data, sort_keys=True).encode())}"
+    try:
+      token = from_main("run folder", lambda: self._open(mine))
+      if not is_main():
+        _wait_for_token(path / "lock", token)
+    except BaseException:
+      self.close()
+      raise
+
+  def _open(self, mine: dict) -> str:
+    """Lock the folder; return the content of its lock file."""
+    path = self.path
+    try:
+      theirs = read_config(path)
+    except OSError as error:
+      raise records.disk_error(error, path) from error
+    except records.DamagedError as error:
+      # Checkpoints name the config too, so that another one cannot go on in this folder.
+      _warn_and_set_aside(error, path / "config.json")
+      theirs = None
+    if theirs is not None:
+      _check_owner(path, mine, theirs)
+    try:
+      path.mkdir(parents=True, exist_ok=True)
+      # Opened with "a": "w" would erase the content of a run that holds the lock.
+      self._lock = (path / "lock").open("a")
+    except OSError as error:
+      raise records.disk_error(error, path) from error
+    # The kernel releases the lock when the process ends, even when it is killed: a file that is
+    # left behind is taken over.
+    try:
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise ValueError(
+        f"another process is running in {path}{_holder(path / 'lock')}. Wait for it, or give"
+        " another folder with --run."
+      ) from None
+    except OSError as error:
+      raise records.disk_error(error, path) from error
+    try:
+      if theirs is None:
+        records.write(path / "config.json", mine)
+      # A folder of the same path on another machine may exist; only the shared one has this token.
+      now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+      holder = _Lock(uuid.uuid4().hex, socket.gethostname(), os.getpid(), now)
+      content = records.dumps(records.sealed(dataclasses.asdict(holder)))
+      self._lock.truncate(0)
+      self._lock.write(content)
+      self._lock.flush()
+    except OSError as error:
+      raise records.disk_error(error, path) from error
+    return content
+
+  def check(self) -> None:
+    """Check that the folder is still there, and this process its owner.
+
+    Raises:
+      OSError: it was removed or replaced.
+    """
+    if self._lock is not None:
+      try:
+        is_same = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.path / "lock"))
+      except OSError:
+        is_same = False
+      if not is_same:
+        problem = "the run folder was removed or replaced. Run again to start over"
+        raise OSError(errno.ENOENT, problem, str(self.path))
+
+  def close(self) -> None:
+    """Unlock the folder."""
+    if self._lock is not None:
+      self._lock.close()
+
+  def result(self) -> dict | None:
+    """Return the content of result.json, or None before the run has ended.
+
+    A damaged file is moved aside with a warning: the run measures again what it held.
+    """
+    try:
+      return read_result(self.path)
+    except records.DamagedError as error:
+      if not is_main():
+        return None
+      _warn_and_set_aside(error, self.path / "result.json")
+      return None
+
+  def write_result(self, result: dict) -> None:
+    """Write result.json atomically; of several processes the first writes its own."""
+
+    def write() -> str:
+      try:
+        records.write(self.path / "result.json", result)
+      except OSError as error:
+        raise records.disk_error(error, self.path) from error
+      return "written"
+
+    from_main("result", write)
+
+
+def _holder(lock: pathlib.Path) -> str:
+  """The process that a lock file names, for a message."""
+  try:
+    holder = records.read(lock, _Lock)
+  except (OSError, records.DamagedError):
+    holder = None
+  if holder is None:
+    return ""
+  return f": process {holder['process']} on {holder['host']}, since {holder['since']}"
+
+
+def _warn_and_set_aside(error: Exception, path: pathlib.Path) -> None:
+  target = records.set_aside(path, path.parent / "damaged")
+  problem = str(error).partition(". ")[0]
+  warnings.warn(f"{problem}; it is moved to {target}, and the run goes on", stacklevel=3)
+
+
+def _wait_for_token(path: pathlib.Path, token: str) -> None:
+  """Wait until the file holds the token: a network file system may show it late."""
+  deadline = time.monotonic() + PATIENCE / 6
+  while not path.exists() or path.read_text() != token:
+    if time.monotonic() > deadline:
+      raise FileNotFoundError(
+        f"the run folder {path.parent.absolute()} is not the one that process 0 has opened. Give"
+        " a folder with --run that all processes share."
+      )
+    time.sleep(0.1)
+
+
+def _check_owner(path: pathlib.Path, mine: dict, theirs: dict) -> None:
+  remedy = START_AFRESH.format(path)
+  if theirs["hash"] != mine["hash"]:
+    lines = "\n  ".join(difference(mine["config"], theirs["config"]))
+    raise ValueError(f"{path} belongs to another config:\n  {lines}\n{remedy}")
+  if theirs["data"] != mine["data"]:
+    lines = "\n  ".join(
+      f"{name}: {mine['data'].get(name)} now, {theirs['data'].get(name)} then"
+      for name in mine["data"]
+      if mine["data"][name] != theirs["data"].get(name)
+    )
+    raise ValueError(f"the text of {path} has changed since the run began:\n  {lines}\n{remedy}")

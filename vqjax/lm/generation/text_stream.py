@@ -1,0 +1,90 @@
+"""Text from tokens that arrive one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vqjax.lm.checkpoints.tokenizers import Tokenizer
+
+__all__ = ["TextStream"]
+
+BROKEN = "\ufffd"
+"""What tokenizers decode bytes to that are not a whole character."""
+
+BEFORE = 5
+"""Tokens of the prompt with which the first ones are decoded, because spaces depend on them."""
+
+
+class TextStream:
+  """The text of a growing row of tokens, in pieces, up to the first stop string.
+
+  A piece ends with a whole character, and what may be the beginning of a stop string is held back.
+
+  Attributes:
+    text: the pieces so far.
+    stopped: whether a stop string has come; the text ends before it.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()):
+    """Begin after a prompt, which is not part of the text."""
+    self._tokenizer, self._stop = tokenizer, tuple(stop)
+    self._tokens = list(prompt[-BEFORE:])
+    # Tokens from `_first` are decoded together; the text up to `_read` has been taken.
+    self._first, self._read = 0, len(self._tokens)
+    self._held = ""
+    self.text, self.stopped = "", False
+
+  def push(self, token: int) -> str:
+    """The piece that a further token completes, often empty."""
+    self._tokens.append(int(token))
+    text = self._decoded()
+    return "" if text.endswith(BROKEN) else self._take(text)
+
+  def finish(self) -> str:
+    """The rest, when no token follows."""
+    if self.stopped:
+      return ""
+    piece, rest = self._take(self._decoded()), self._held
+    self._held, self.text = "", self.text + rest
+    return piece + rest
+
+  def _decoded(self) -> str:
+    """The text of the tokens that have not been taken."""
+    before = self._tokenizer.decode(self._tokens[self._first : self._read])
+    return self._tokenizer.decode(self._tokens[self._first :])[len(before) :]
+
+  def _take(self, text: str) -> str:
+    self._first, self._read = self._read, len(self._tokens)
+    text = self._held + text
+    found = [at for at in map(text.find, self._stop) if at >= 0]
+    if found:
+      self.stopped, end = True, min(found)
+    else:
+      end = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+    self._held = "" if self.stopped else text[end:]
+    self.text += text[:end]
+    return text[:end]
+
+
+def _overlap(text: str, stop: str) -> int:
+  """Length of the longest end of `text` with which `stop` begins."""
+  longest = min(len(text), len(stop) - 1)
+  return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+  """The text of one token with its spaces, or its name or number where it has none."""
+  if not 0 <= token < tokenizer.vocab:
+    return f"[{token}]"
+  # Between two copies of itself, because tokenizers drop the space before a first token.
+  whole, alone = tokenizer.decode([token, token]), tokenizer.decode([token])
+  return whole[len(alone) :] or tokenizer.piece(token) or f"[{token}]"
+
+
+def visible(text: str) -> str:
+  """The text in one line, each character of which can be seen."""
+  shown = text if text.strip(" ") else text.replace(" ", "␣")
+  shown = shown.replace("\n", "⏎").replace("\t", "⇥")
+  return "".join(
+    char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown
+  )
