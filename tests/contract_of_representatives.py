@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests import reference
 from tests.contract import HeadContract, costly
-from tests.contract_on_meshes import Compiled, as_float64, moved_variables
-from tests.jitted import results
+from tests.contract_on_meshes import Compiled, as_float64
+from tests.jitted import random_variables, results
 from vqjax.sharding import MeshShape, make_mesh
 
 
@@ -84,7 +84,7 @@ class RepresentativeContract(HeadContract):
     head = self.spread(first_mesh_case, self.vocab, self.dim)
     alone = self.cases[first_mesh_case](self.vocab, self.dim)
     hidden, tokens = np.ones((2, self.dim), np.float32), np.zeros(2, np.int32)
-    variables = moved_variables(alone)
+    variables = random_variables(alone)
     expected, found = results(
       lambda v, h: [x.apply(v, h, tokens, method="log_prob") for x in (alone, head)],
       *(variables, hidden),
@@ -99,7 +99,7 @@ class RepresentativeContract(HeadContract):
   @pytest.mark.slow
   def test_inside_of_a_shard_map_over_the_batch_each_device_does_its_rows(self, first_mesh_case):
     head = self.cases[first_mesh_case](self.vocab, self.dim)
-    variables, rng = moved_variables(head), np.random.default_rng(2)
+    variables, rng = random_variables(head), np.random.default_rng(2)
     hidden = rng.standard_normal((16, self.dim), np.float32)
     tokens = rng.integers(0, self.vocab, 16).astype(np.int32)
 

@@ -10,23 +10,23 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests import reference
-from tests.jitted import results, run
+from tests.jitted import random_variables, run
 from vqjax import Head, sharding
 from vqjax.lab.plan import collectives, hlo, loops
 from vqjax.sharding import MeshShape, make_mesh
 
 
 class Compiled:
-  """A head with perturbed variables, and its methods as programs.
+  """A head with random variables, and its methods as programs.
 
   Attributes:
     head: the unbound module.
-    variables: its variables, NumPy arrays, every parameter moved off its initial value.
+    variables: its variables, NumPy arrays: random parameters, and initial tables.
   """
 
   def __init__(self, head: Head, prepared=lambda head, variables: variables):
     self.head = head
-    self.variables = jax.device_get(prepared(head, moved_variables(head)))
+    self.variables = jax.device_get(prepared(head, random_variables(head)))
 
   def __call__(self, function, *arrays):
     """The results of function(bound head, *arrays), which is one program, as NumPy arrays."""
@@ -195,19 +195,6 @@ class ContractOnMeshes:
 def mesh_cases(contract) -> tuple:
   """The names of the cases of a test class that are compiled for meshes."""
   return getattr(contract, "mesh_cases", ()) or tuple(contract.cases)[:1]
-
-
-def moved_variables(head, seed=1):
-  """The variables of a head as NumPy arrays, every parameter moved off its initial value."""
-
-  def make():
-    variables = head.init(jax.random.key(seed), jnp.zeros((1, head.dim)))
-    leaves, tree = jax.tree.flatten(variables["params"])
-    keys = jax.random.split(jax.random.key(9), len(leaves))
-    moved = [x + 0.3 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves)]
-    return variables | {"params": jax.tree.unflatten(tree, moved)}
-
-  return results(make)
 
 
 def as_float64(variables):

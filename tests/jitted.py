@@ -8,7 +8,6 @@ program.
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 
@@ -22,14 +21,31 @@ def run(module, variables, function, *arrays):
   return results(lambda v, *arrays: function(module.bind(v), *arrays), variables, *arrays)
 
 
-def head_variables(head, seed=0):
-  """Returns the initial variables of a head as NumPy arrays."""
-  return results(lambda: head.init(jax.random.key(seed), jnp.zeros((1, head.dim))))
+def abstract_variables(module, *args, method="__call__"):
+  """Returns the shapes and dtypes of the initial variables, of a head without arguments."""
+  return jax.eval_shape(_init(module, args, method))
 
 
-def abstract_variables(head):
-  """Returns the shapes and dtypes of the initial variables of a head."""
-  return jax.eval_shape(lambda: head.init(jax.random.key(0), jnp.zeros((1, head.dim))))
+def initial_variables(module, *args, method="__call__"):
+  """Returns the initial variables as NumPy arrays, of a head without arguments."""
+  return results(_init(module, args, method))
+
+
+def random_variables(module, *args, method="__call__", scale=0.4, seed=1):
+  """Returns random parameters, and all else as it is initialised, as NumPy arrays.
+
+  To compile an initialiser takes longer than most of what a test computes with its numbers.
+  """
+  rng, shapes = np.random.default_rng(seed), abstract_variables(module, *args, method=method)
+  draw = lambda x: (scale * rng.standard_normal(x.shape)).astype(x.dtype)
+  init = _init(module, args, method)
+  tables = results(lambda: {**init(), "params": {}}) if shapes.keys() - {"params"} else {}
+  return {**tables, "params": jax.tree.map(draw, shapes.get("params", {}))}
+
+
+def _init(module, args, method):
+  args = args or (np.zeros((1, module.dim), np.float32),)
+  return lambda: module.init(jax.random.key(0), *args, method=method)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="method")

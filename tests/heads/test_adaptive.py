@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.contract_on_meshes import moved_variables
 from tests.heads.narrow import NarrowContract, exact
-from tests.jitted import abstract_variables, head_variables, results
+from tests.jitted import abstract_variables, random_variables, results
 from vqjax import AdaptiveHead
 
 
@@ -73,7 +72,7 @@ def test_any_number_of_tokens_in_a_cluster_is_scored_and_has_its_gradient(inside
 
   found, expected = results(
     lambda *given: [jax.grad(f, (0, 1), has_aux=True)(*given) for f in (score, plain)],
-    *(moved_variables(head), hidden),
+    *(random_variables(head), hidden),
   )
   # Sums over up to 2003 tokens in float32.
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, expected)
@@ -82,7 +81,7 @@ def test_any_number_of_tokens_in_a_cluster_is_scored_and_has_its_gradient(inside
 def test_a_cluster_without_tokens_is_not_scored():
   head = AdaptiveHead(50, 8, (10, 30), factor=2)
   hidden = np.random.default_rng(0).standard_normal((5, 8), np.float32)
-  params = head_variables(head)["params"]
+  params = random_variables(head)["params"]
   # Were it scored, not even a cotangent of zero would keep these out of the gradient.
   params |= {"tail_1": np.full_like(params["tail_1"], np.nan)}
   tokens = np.array([0, 9, 10, 29, 3])

@@ -11,7 +11,7 @@ from flax import nnx
 
 import vqjax.nnx
 from tests.contract_of_representatives import RepresentativeContract
-from tests.jitted import head_variables, results
+from tests.jitted import random_variables, results
 from vqjax import CertifiedHead, CodebookHead, DenseEmbedding, DenseHead
 from vqjax.ops import certified, narrow, sampling, softmax, vocab_parallel
 
@@ -182,7 +182,7 @@ def test_the_highest_bounds_of_a_vocabulary_of_whole_chunks_are_selected():
 
 def test_fresh_variables_answer_from_all_rows():
   head = CertifiedHead(53, 8)
-  variables = head_variables(head)
+  variables = random_variables(head)
   found, tokens = best_and_top_k(head, head, variables, variables, normal(0, 3, 8), 4)
   assert not found.certain.any()
   np.testing.assert_array_equal(found.tokens, tokens)
@@ -204,6 +204,7 @@ def test_equal_scores_come_in_the_order_of_the_tokens():
   np.testing.assert_array_equal(found.tokens, np.broadcast_to(np.arange(4), (4, 6, 4)))
 
 
+@pytest.mark.slow
 def test_removed_and_forbidden_tokens_are_never_drawn():
   head, variables, hidden = dense(301, 16)
   variables["params"]["bias"][::2] = -np.inf

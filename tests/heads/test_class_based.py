@@ -9,7 +9,7 @@ import pytest
 
 from tests import reference
 from tests.contract import HeadContract
-from tests.jitted import abstract_variables, head_variables, run
+from tests.jitted import abstract_variables, random_variables, run
 from vqjax import ClassBasedHead, assign
 from vqjax.ops import class_softmax as class_ops
 from vqjax.sharding import MeshShape, make_mesh
@@ -45,7 +45,7 @@ class TestClassBasedHead(HeadContract):
 def problem(head, rows=23):
   rng = np.random.default_rng(0)
   hidden = rng.standard_normal((rows, head.dim), np.float32)
-  return head_variables(head), hidden, rng.integers(0, head.vocab, rows).astype(np.int32)
+  return random_variables(head), hidden, rng.integers(0, head.vocab, rows).astype(np.int32)
 
 
 @pytest.mark.slow

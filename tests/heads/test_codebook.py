@@ -11,7 +11,7 @@ import scipy.stats
 
 from tests import reference
 from tests.contract_of_representatives import RepresentativeContract
-from tests.jitted import abstract_variables, head_variables, results, run
+from tests.jitted import abstract_variables, random_variables, results, run
 from vqjax import CodebookEmbedding, CodebookHead, assign
 from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
@@ -53,7 +53,7 @@ def normal(*shape):
 
 def test_an_empty_code_gets_no_gradient():
   head = CodebookHead(10, 4, 6, with_empty_codes)
-  variables, hidden = head_variables(head), normal(3, 4)
+  variables, hidden = random_variables(head), normal(3, 4)
   loss = lambda v: head.apply(v, hidden, np.arange(3), method="log_prob").sum()
   gradient = results(jax.grad(loss, allow_int=True), variables)["params"]["codebook"]
   empty = ~np.isin(np.arange(6), variables["codes"]["assignment"])
@@ -66,7 +66,7 @@ def test_a_bfloat16_bias_of_a_frequent_token_gets_its_whole_gradient():
   head = CodebookHead(5, 4, 2, token_bias=True, param_dtype=jnp.bfloat16)
   hidden, tokens = np.zeros((3000, 4), np.float32), np.zeros(3000, np.int32)
   loss = lambda v: head.apply(v, hidden, tokens, method="log_prob").sum()
-  gradient = results(jax.grad(loss, allow_int=True), head_variables(head))["params"]["token_bias"]
+  gradient = results(jax.grad(loss, allow_int=True), random_variables(head))["params"]["token_bias"]
   # With equal scores p is 1/5: 3000 · (1 - 1/5) for token 0, -3000 / 5 for others, to 2^-9.
   np.testing.assert_allclose(np.float64(gradient), [2400, -600, -600, -600, -600], rtol=2**-7)
 
@@ -74,7 +74,7 @@ def test_a_bfloat16_bias_of_a_frequent_token_gets_its_whole_gradient():
 def test_without_a_bias_no_probability_exceeds_one_over_the_size_of_its_code():
   head = CodebookHead(12, 4, 3)
   best = lambda v, h: head.apply(v, h, 1, method="top_k")[0]
-  top = results(best, head_variables(head), 100 * normal(50, 4))
+  top = results(best, random_variables(head), 100 * normal(50, 4))
   np.testing.assert_allclose(np.exp(top.max()), 1 / 4, rtol=1e-3)
 
 
@@ -137,7 +137,7 @@ def test_a_huge_vocabulary_needs_no_huge_array():
 
 def test_a_code_that_does_not_exist_is_nan_and_never_that_of_a_neighbour():
   head = CodebookHead(10, 4, 3)
-  variables, tokens = head_variables(head), np.array([2, 5])
+  variables, tokens = random_variables(head), np.array([2, 5])
   table = variables["codes"]["assignment"].copy()
   table[tokens] = 40, -1
   variables = variables | {"codes": {"assignment": table}}
@@ -147,7 +147,7 @@ def test_a_code_that_does_not_exist_is_nan_and_never_that_of_a_neighbour():
 
 def test_a_code_whose_bias_is_minus_infinity_has_no_probability():
   head = CodebookHead(10, 4, 5, token_bias=True)
-  variables, tokens = head_variables(head), np.array([0, 3])
+  variables, tokens = random_variables(head), np.array([0, 3])
   variables["params"]["token_bias"] = np.float32([-np.inf] * 2 + [0] * 8)
   log_prob = results(
     lambda v, h: head.apply(v, h, tokens, method="log_prob"), variables, normal(2, 4)
@@ -160,7 +160,7 @@ def test_a_code_whose_bias_is_minus_infinity_has_no_probability():
 @pytest.mark.parametrize("shape", [None, MeshShape(2, 2, 2)])
 def test_draws_of_a_code_and_then_a_token_follow_the_distribution_on_a_mesh_too(shape):
   head = CodebookHead(101, 4, 17, token_bias=True, vocab_axis="model" if shape else None)
-  variables, many = head_variables(head), np.broadcast_to(normal(4), (60_000, 4))
+  variables, many = random_variables(head), np.broadcast_to(normal(4), (60_000, 4))
   draw = lambda v, h: (
     head.apply(v, h, jax.random.key(2), 0.7, method="sample"),
     head.apply(v, h[0]),
@@ -196,7 +196,7 @@ def test_a_tied_model_has_one_codebook_and_one_table_and_names_their_axes():
 def test_the_gradient_of_a_tied_codebook_sums_those_of_lookups_and_of_scores():
   embedding = CodebookEmbedding(7, 4, 3)
   head = CodebookHead(7, 4, 3, embedding=embedding)
-  tokens, targets, variables = np.array([1, 2, 6]), np.array([3, 3, 0]), head_variables(head)
+  tokens, targets, variables = np.array([1, 2, 6]), np.array([3, 3, 0]), random_variables(head)
   table = variables["codes"]["embedding"]["assignment"]
 
   def loss(look_up, score):
@@ -230,7 +230,7 @@ def test_a_tied_embedding_of_another_size_is_refused(sizes):
 def test_the_commitment_moves_hidden_vectors_and_not_the_codebook(shape):
   head = CodebookHead(53, 6, 7, commitment=0.25, vocab_axis="model" if shape else None)
   hidden, tokens = normal(4, 5, 6), np.random.default_rng(1).integers(0, 53, (4, 5))
-  variables = head_variables(head)
+  variables = random_variables(head)
   terms = lambda p, h: head.apply(variables | {"params": p}, h, tokens, method="loss_terms")[1]
   loss = lambda p, h: terms(p, h)["commitment"]
   with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
@@ -246,7 +246,7 @@ def test_the_commitment_is_a_separate_term_of_the_loss():
   heads, tokens = [tied(11, 4, 3, commitment=1.0), tied(11, 4, 3)], np.array([0, 10])
   (log_prob, terms), plain = results(
     lambda v, h: [head.apply(v, h, tokens, method="loss_terms") for head in heads],
-    *(head_variables(heads[0]), normal(2, 4)),
+    *(random_variables(heads[0]), normal(2, 4)),
   )
   np.testing.assert_array_equal(log_prob, plain[0])
   assert set(terms) == {"commitment"}

@@ -11,8 +11,7 @@ from jax.sharding import AxisType
 
 from tests import reference
 from tests.contract_of_representatives import RepresentativeContract
-from tests.contract_on_meshes import moved_variables
-from tests.jitted import abstract_variables, head_variables, results
+from tests.jitted import abstract_variables, random_variables, results
 from vqjax import DenseEmbedding, DenseHead, SigSoftmax, linear_cross_entropy
 
 
@@ -75,7 +74,7 @@ def test_one_program_on_a_mesh_may_draw_search_and_score(options):
   # array for one, whatever they fill in.
   head = DenseHead(53, 8, use_bias=True, vocab_axis="model", **options)
   hidden = np.random.default_rng(0).standard_normal((6, 8), np.float32)
-  variables = moved_variables(head)
+  variables = random_variables(head)
 
   def all_at_once(variables, hidden):
     call = lambda method, *args: head.apply(variables, hidden, *args, method=method)
@@ -113,5 +112,5 @@ def test_the_terms_of_the_loss_are_those_of_the_cross_entropy():
     expected = linear_cross_entropy(hidden, weight, jnp.arange(5), **options)
     return own.loss_terms(hidden, tokens), expected
 
-  (log_prob, terms), expected = results(program, head_variables(head), hidden)
+  (log_prob, terms), expected = results(program, random_variables(head), hidden)
   np.testing.assert_allclose(-log_prob.mean() + sum(terms.values()), expected.mean(), rtol=1e-6)

@@ -10,7 +10,7 @@ import pytest
 from tests import reference
 from tests.contract import HeadContract
 from tests.contract_on_meshes import as_float64
-from tests.jitted import head_variables, results, run
+from tests.jitted import random_variables, results, run
 from vqjax import CentroidQuantizer, DPQHead, MovingAverage, SoftmaxQuantizer
 from vqjax.convert import to_head
 
@@ -82,7 +82,7 @@ def test_it_learns_and_converts_to_a_product_head(quantizer):
   """Statistics and centroids follow the targets; conversion keeps the distribution."""
   head = DPQHead(40, 12, quantizer, use_bias=True)
   hidden, tokens = np.random.default_rng(0).standard_normal((40, 12), np.float32), np.arange(40)
-  variables = head_variables(head)
+  variables = random_variables(head)
   rest = {name: tree for name, tree in variables.items() if name != "params"}
   params, optimizer = variables["params"], optax.adam(0.02)
   state = optimizer.init(params)
@@ -119,7 +119,7 @@ def test_it_learns_and_converts_to_a_product_head(quantizer):
 def test_the_terms_are_over_the_rows_of_the_targets():
   head = DPQHead(11, 12, CentroidQuantizer(3, M, commitment=0.5))
   hidden = np.random.default_rng(0).standard_normal((5, 12), np.float32)
-  tokens, variables = np.array([0, 3, 3, 10, -1]), head_variables(head)
+  tokens, variables = np.array([0, 3, 3, 10, -1]), random_variables(head)
   _, rows = codes_and_rows(variables)
   query = np.asarray(variables["params"]["table"]["query"], np.float64)
   apart = ((query - rows)[tokens[:4]] ** 2).mean()

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 from tests import reference
-from tests.jitted import abstract_variables, head_variables, results
+from tests.jitted import abstract_variables, random_variables, results
 from vqjax import CodebookHead, DenseHead, GroupedHead, LowRankHead
 
 V, D = 101, 12
@@ -29,12 +29,12 @@ def gradients(head, variables):
 @pytest.mark.parametrize("rank", [1, 5])
 def test_a_low_rank_head_passes_on_its_rank(rank):
   head = LowRankHead(V, D, rank)
-  assert share(head, head_variables(head)).rank.tolist() == [rank] * 7
+  assert share(head, random_variables(head)).rank.tolist() == [rank] * 7
 
 
 def test_a_codebook_passes_on_no_more_than_the_means_of_its_codes():
   head = CodebookHead(V, D, 8)
-  variables = head_variables(head)
+  variables = random_variables(head)
   code = variables["codes"]["assignment"]
   gradient = gradients(head, variables)
   of_code = np.eye(8)[code]
@@ -46,13 +46,13 @@ def test_a_codebook_passes_on_no_more_than_the_means_of_its_codes():
 
 def test_a_square_weight_passes_on_everything():
   head = DenseHead(13, D)  # up to a constant, 13 logits have 12 dimensions
-  found = share(head, head_variables(head), TOKENS % 13)
+  found = share(head, random_variables(head), TOKENS % 13)
   np.testing.assert_allclose(found.kept, 1, atol=1e-5)
 
 
 def test_a_token_outside_of_the_vocabulary_is_nan():
   head = DenseHead(V, D)
-  found = share(head, head_variables(head), np.where(np.arange(7) == 3, V, TOKENS))
+  found = share(head, random_variables(head), np.where(np.arange(7) == 3, V, TOKENS))
   assert np.flatnonzero(np.isnan(found.kept)).tolist() == [3]
 
 
@@ -61,7 +61,7 @@ def test_a_token_outside_of_the_vocabulary_is_nan():
   "head", [DenseHead(V, D, use_bias=True), CodebookHead(V, D, 9), GroupedHead(V, D)]
 )
 def test_devices_that_share_the_vocabulary_find_the_same(head):
-  variables = head_variables(head)
+  variables = random_variables(head)
   expected = share(head, variables)
   with jax.set_mesh(jax.make_mesh((4,), ("model",), (AxisType.Auto,))):
     found = share(head.clone(vocab_axis="model"), variables)

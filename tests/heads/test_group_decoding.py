@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.contract_on_meshes import moved_variables
-from tests.jitted import abstract_variables, head_variables, run
+from tests.jitted import abstract_variables, random_variables, run
 from vqjax import GroupedHead, UnsharedGroupedHead
 from vqjax.heads.base import Head
 from vqjax.ops import group_search, sampling
@@ -33,7 +32,7 @@ def head(request):
 
 @pytest.fixture
 def variables(head):
-  return moved_variables(head)
+  return random_variables(head)
 
 
 def peaked(rows=1):
@@ -41,6 +40,7 @@ def peaked(rows=1):
   return 6 * np.random.default_rng(1).standard_normal((rows, DIM), np.float32)
 
 
+@pytest.mark.fast_cases(1)
 def test_the_best_of_a_peaked_distribution_are_those_of_all_groups(head, variables):
   def everything(own, hidden):
     found = own.top_k_visited(hidden, k=5)
@@ -57,6 +57,7 @@ def test_the_best_of_a_peaked_distribution_are_those_of_all_groups(head, variabl
   assert (np.take_along_axis(log_group, of_best, -1) >= log_probs[:, :1]).all()
 
 
+@pytest.mark.slow
 def test_how_many_groups_a_draw_scored_is_reported(head, variables):
   groups, _ = head.groups_and_slots()
 
@@ -77,7 +78,7 @@ def test_a_nucleus_of_more_groups_than_the_search_scores_is_drawn_from_exactly(m
   monkeypatch.setattr(group_search, "MOST", 4)
   monkeypatch.setattr(group_search, "WIDTH", 2)
   head = HEADS["shared"]
-  variables = moved_variables(head)
+  variables = random_variables(head)
   # The first rows are flat, the others peaked: some rows need the fallback.
   row = peaked(2) * np.float32([[0.02], [1.0]])
 
@@ -120,6 +121,7 @@ def test_draws_by_group_make_no_value_of_batch_times_vocabulary(options):
   assert largest < rows * vocab / 4
 
 
+@pytest.mark.fast_cases(1)
 def test_any_leading_shape_is_decoded(head, variables):
   shapes = (), (0,), (2, 1)
 
@@ -159,5 +161,5 @@ def test_rows_with_their_own_groups_are_scored_in_chunks():
     allowed = jnp.arange(1030) == jnp.array([5] * 4 + [1027] * 5)[:, None]
     return own.sample(hidden, jax.random.key(0), allowed=allowed)
 
-  drawn = run(head, head_variables(head), draw, hidden)
+  drawn = run(head, random_variables(head), draw, hidden)
   assert drawn.tolist() == [5] * 4 + [1027] * 5

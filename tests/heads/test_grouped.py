@@ -11,7 +11,7 @@ import pytest
 from tests import reference
 from tests.contract import HeadContract
 from tests.contract_of_representatives import RepresentativeContract
-from tests.jitted import abstract_variables, head_variables, results
+from tests.jitted import abstract_variables, random_variables, results
 from vqjax import GroupedHead, UnsharedGroupedHead
 
 
@@ -122,7 +122,7 @@ def test_an_order_is_kept_with_its_inverse(head):
   assert set(abstract_variables(head(11, 4))) == {"params"}
   order = np.array([3, 0, 10, 2, 1, 4, 9, 8, 7, 6, 5])
   given = head(11, 4, sizes=(2, 9), order_init=lambda key, shape, dtype: jnp.asarray(order))
-  variables = head_variables(given)
+  variables = random_variables(given)
   np.testing.assert_array_equal(variables["codes"]["order"], order)
   np.testing.assert_array_equal(order[variables["codes"]["position"]], np.arange(11))
   group_of = lambda v, tokens: given.apply(v, tokens, method="group_of")
@@ -148,7 +148,7 @@ def test_groups_sizes_and_orders_that_do_not_fit_are_refused():
 
 def test_no_probability_falls_on_a_slot_that_no_token_has():
   head = GroupedHead(10, 4, groups=4)  # sizes 2, 3, 2, 3
-  variables = head_variables(head)
+  variables = random_variables(head)
   shift = variables["params"]["shift"].copy()
   shift[:, 2] = 50.0  # absent in groups 0 and 2
   variables = {"params": variables["params"] | {"shift": shift}}
@@ -162,7 +162,7 @@ def test_many_rows_are_decoded_by_the_best_slot_of_each_group_also_on_a_mesh():
   vocab, rows = 307, 17
   head = GroupedHead(vocab, 8, sizes=uneven(vocab), order_init=shuffled, use_bias=True)
   hidden = 2 * np.random.default_rng(0).standard_normal((rows, 8), np.float32)
-  variables = head_variables(head)
+  variables = random_variables(head)
   best = lambda head: lambda v, h: head.apply(v, h, 40, method="top_k")
   here, logits = results(lambda *a: (best(head)(*a), head.apply(*a)), variables, hidden)
   with jax.set_mesh(jax.make_mesh((1, 8), ("data", "model"))):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.contract_of_representatives import RepresentativeContract
-from tests.jitted import abstract_variables, head_variables, results
+from tests.jitted import abstract_variables, random_variables, results
 from vqjax import HierarchicalHead
 from vqjax.assign import trees
 
@@ -58,14 +58,14 @@ def test_a_vocabulary_of_one_token_is_certain():
     log_prob = own.log_prob(hidden, jnp.zeros((3,), jnp.int32))
     return log_prob, own.top_k(hidden, 1)[0], own.sample(hidden, jax.random.key(0))
 
-  for found in results(everything, head_variables(HierarchicalHead(1, 4))):
+  for found in results(everything, random_variables(HierarchicalHead(1, 4))):
     np.testing.assert_array_equal(found, 0)
 
 
 def test_only_the_nodes_on_the_path_of_a_token_get_a_gradient():
   head = HierarchicalHead(37, 8, trees.Huffman(zipf(37)))
   hidden = np.random.default_rng(0).standard_normal((1, 8), np.float32)
-  variables, tokens = head_variables(head), np.array([11])
+  variables, tokens = random_variables(head), np.array([11])
   loss = lambda v: head.apply(v, hidden, tokens, method="log_prob").sum()
   gradient = results(jax.grad(loss, allow_int=True), variables)["params"]["weight"]
   path = variables["codes"]["paths"][variables["codes"]["leaves"][11]]

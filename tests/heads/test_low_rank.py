@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.heads.narrow import NarrowContract, exact
-from tests.jitted import head_variables, results
+from tests.jitted import random_variables, results
 from vqjax import LowRankHead
 
 
@@ -26,7 +26,7 @@ class TestLowRankHead(NarrowContract):
 def test_the_logits_have_no_higher_rank():
   head = LowRankHead(31, 12, 4)
   hidden = np.random.default_rng(0).standard_normal((50, 12), np.float32)
-  logits = results(head.apply, head_variables(head), hidden)
+  logits = results(head.apply, random_variables(head), hidden)
   assert np.linalg.matrix_rank(logits.astype(np.float64), tol=1e-3) == 4
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests import reference
 from tests.heads.narrow import NarrowContract, exact
-from tests.jitted import head_variables, results, run
+from tests.jitted import random_variables, results, run
 from vqjax import DenseHead, MixtureHead
 
 
@@ -31,7 +31,7 @@ class TestMixtureHead(NarrowContract):
 
 def rank(head):
   hidden = 3 * np.random.default_rng(0).standard_normal((60, 4), np.float32)
-  logits = results(head.apply, head_variables(head), hidden)
+  logits = results(head.apply, random_variables(head), hidden)
   values = np.linalg.svd(reference.log_softmax(logits), compute_uv=False)
   return (values > 1e-4 * values[0]).sum()
 
@@ -53,7 +53,7 @@ def test_a_mixture_of_nothing_is_refused(components):
 
 def test_a_removed_token_has_no_part_in_the_logits_and_their_gradient():
   head = MixtureHead(9, 4, 3, use_bias=True)
-  variables = head_variables(head)
+  variables = random_variables(head)
   variables["params"]["bias"][4] = -np.inf
 
   def program(own, hidden):

@@ -10,8 +10,8 @@ from flax import linen as nn
 
 from tests import reference
 from tests.contract import HeadContract
-from tests.contract_on_meshes import as_float64, moved_variables
-from tests.jitted import abstract_variables, head_variables, results, run
+from tests.contract_on_meshes import as_float64
+from tests.jitted import abstract_variables, random_variables, results, run
 from vqjax.assign.multiple import mixed_radix
 from vqjax.heads import LearnedProductHead, ProductHead
 from vqjax.heads.product import sub_vector_init
@@ -107,7 +107,7 @@ def test_mixed_radix_gives_neighbours_few_codes_in_common():
 def test_the_commitment_moves_the_batchs_latent_rows_towards_their_rows():
   head = LearnedProductHead(11, 6, 3, 2, commitment=0.5)
   hidden, tokens = normal(4, 6), np.array([0, 3, 3, 10])
-  params = head_variables(head)["params"]
+  params = random_variables(head)["params"]
   terms = lambda p: head.apply({"params": p}, hidden, tokens, method="loss_terms")[1]
   value, gradient = results(jax.value_and_grad(lambda p: terms(p)["commitment"]), params)
   latent, tables = (np.float64(params[n]) for n in ("latent", "tables"))
@@ -175,15 +175,16 @@ def test_initialisers_may_be_partitioned():
 
 def test_initial_rows_have_unit_length_on_average():
   head = ProductHead(500, 64, 50, 8)
-  variables = head_variables(head)
+  variables = random_variables(head)
   rows = composed(variables["codes"]["codes"], variables["params"]["tables"])
   np.testing.assert_allclose((rows**2).sum(-1).mean(), 1, rtol=0.1)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_one_row_is_decoded_by_lookups_and_many_by_composing_with_equal_results(softcap):
   head = ProductHead(101, 12, 5, 3, token_bias=True, softcap=softcap)
-  variables, many = moved_variables(head), np.resize(normal(7, 12), (300, 12))
+  variables, many = random_variables(head), np.resize(normal(7, 12), (300, 12))
   best = lambda hidden: head.apply(variables, hidden, 9, method="top_k")
   assert (3, 5, 1) in reference.shapes_of(best, many[:1])  # a score of each sub-vector
   assert (3, 5, 300) not in reference.shapes_of(best, many)

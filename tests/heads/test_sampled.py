@@ -10,7 +10,7 @@ import pytest
 
 from tests import reference
 from tests.contract import HeadContract
-from tests.jitted import apply, head_variables, make_step, results
+from tests.jitted import apply, make_step, random_variables, results
 from vqjax import DenseEmbedding, DenseHead, SampledSoftmaxHead
 from vqjax.heads.unigram import UnigramProposal
 from vqjax.lab.training import init_state
@@ -30,7 +30,7 @@ class TestSampledSoftmaxHead(HeadContract):
 def problem(head):
   rng = np.random.default_rng(0)
   hidden, tokens = rng.standard_normal((4, 5, 6), np.float32), rng.integers(0, 53, (4, 5))
-  return head_variables(head), hidden, tokens
+  return random_variables(head), hidden, tokens
 
 
 def drawn(head, variables, hidden, tokens, seed=0):

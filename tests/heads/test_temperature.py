@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.contract_on_meshes import moved_variables
-from tests.jitted import abstract_variables, results
+from tests.jitted import abstract_variables, random_variables, results
 from vqjax import CodebookHead, DenseHead, GroupedHead
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -44,7 +43,7 @@ def test_values_and_gradients_are_of_the_distribution_that_is_drawn_from(name):
     wanted, logits = jax.grad(of_logits, (0, 1), has_aux=True)(variables["params"], hidden)
     return value_and_gradients(head, variables, hidden), wanted, logits
 
-  ((_, found), gradients), wanted, logits = results(program, moved_variables(head), HIDDEN)
+  ((_, found), gradients), wanted, logits = results(program, random_variables(head), HIDDEN)
   expected = reference.of_tokens(reference.log_softmax(logits.astype(np.float64) / T), TOKENS)
   # Scores up to 10, divided by 0.6, with some roundings of 6e-8 each.
   np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -56,7 +55,7 @@ def test_values_and_gradients_are_of_the_distribution_that_is_drawn_from(name):
 def test_a_mesh_changes_neither_values_nor_gradients(name):
   head = HEADS[name](vocab_axis="model")
   both = lambda: results(
-    lambda v, h: value_and_gradients(head, v, h), moved_variables(HEADS[name]()), HIDDEN
+    lambda v, h: value_and_gradients(head, v, h), random_variables(HEADS[name]()), HIDDEN
   )
   wanted = both()
   with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):

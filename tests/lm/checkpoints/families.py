@@ -1,10 +1,9 @@
 """Small configs of all families, and random variables for them."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tests.jitted import head_variables
+from tests import jitted
 from vqjax.lm.checkpoints.families import decoder_of
 
 V = 97
@@ -76,17 +75,11 @@ CONFIGS = {
 """Configs in the words of Hugging Face; local blocks attend to a prime number of positions."""
 
 
-def random_variables(model, scale=0.3):
-  """Variables with random numbers everywhere, also in norms and biases; codes are the head's."""
-  tokens, rng = jax.ShapeDtypeStruct((1, 1), jnp.int32), np.random.default_rng(1)
-  shapes = jax.eval_shape(
-    lambda t: model.init(jax.random.key(0), t, t, method="loss_terms"), tokens
-  )
-  draw = lambda x: jax.device_put(scale * rng.standard_normal(x.shape, np.float32))
-  variables = {"params": jax.tree.map(draw, shapes["params"])}
-  if "codes" in shapes:
-    variables["codes"] = {"head": head_variables(model.head)["codes"]}
-  return variables
+def random_variables(model, scale=0.3, seed=1):
+  """Variables with random numbers everywhere, also in norms and biases; codes are initial ones."""
+  tokens = np.zeros((1, 1), np.int32)
+  options = {"method": "loss_terms", "scale": scale, "seed": seed}
+  return jax.device_put(jitted.random_variables(model, tokens, tokens, **options))
 
 
 def small(name, **changes):

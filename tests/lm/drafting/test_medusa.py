@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.jitted import head_variables, results
+from tests.jitted import random_variables, results
 from tests.lm.generation import test_speculation as speculated
 from tests.lm.generation.reference import log_softmax
 from tests.lm.generation.test_speculation import (
@@ -66,7 +66,7 @@ def medusa(name="the model's", **options):
   options = {"tree": TREE, "cost": 0, "tokens": MAP if name == "fewer tokens" else None} | options
   if head is None:
     return Medusa(blocks(), **options)
-  return Medusa(blocks(), head, head_variables(head, seed=5), **options)
+  return Medusa(blocks(), head, random_variables(head, seed=5), **options)
 
 
 @pytest.mark.fast_cases(1)
@@ -204,7 +204,7 @@ def test_trees_that_are_rejected_are_given_up(monkeypatch):
   unused = next(v for v in range(V) if v not in plain().tokens)
   head = DenseHead(1, D)
   never = Medusa(
-    *(blocks(), head, head_variables(head)),
+    *(blocks(), head, random_variables(head)),
     tokens=[unused],
     tree=DraftTree.chain(2),
     cost=0.3,

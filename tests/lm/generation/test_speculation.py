@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from tests import jitted
 from tests.fakes import FakeTokenizer
-from tests.jitted import head_variables, results
+from tests.jitted import results
+from tests.lm.checkpoints.families import random_variables
 from tests.lm.generation.reference import log_softmax
 from vqjax import CodebookHead, DenseEmbedding, DenseHead
 from vqjax.lm.drafting import Eagle
@@ -43,15 +45,7 @@ def decoder(layers, head, seed, embedding=None, **options):
   """A small decoder and random variables, large enough that tokens differ."""
   embedding = embedding or DenseEmbedding(head.vocab, D)
   model = Transformer(embedding, head, D, layers=layers, heads=2, context=CONTEXT, **options)
-
-  @jax.jit
-  def init():
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    variables = model.init(jax.random.key(seed), tokens, tokens, method="loss_terms")
-    grow = lambda x: 3 * x + 0.4 * jax.random.normal(jax.random.key(x.size), x.shape)
-    return variables | {"params": jax.tree.map(grow, variables["params"])}
-
-  return model, init()
+  return model, random_variables(model, 0.8, seed)
 
 
 @functools.lru_cache
@@ -73,7 +67,7 @@ def drafter(name):
   if name == "fewer tokens":
     return Draft(*decoder(1, DenseHead(7, D), seed=2), tokens=MAP, length=4, cost=0)
   head = DenseHead(7, D)
-  variables = head_variables(head, seed=3)
+  variables = jitted.random_variables(head, seed=3)
   if name == "early exit":
     return EarlyExit(1, head, variables, tokens=np.array(MAP), length=2, cost=0)
   if name == "eagle":
@@ -81,15 +75,19 @@ def drafter(name):
   return Eagle(eagle_params(), head, variables, tokens=np.array(MAP), length=2, cost=0)
 
 
+def drafter_shapes(model, variables):
+  """The shapes of the parameters of a drafter on hidden vectors."""
+  return jax.eval_shape(lambda: initial_params(model, variables, KEY))
+
+
 def eagle_params():
   """Parameters that predict what the model's last norm leaves, and as much of anything else."""
-
-  @jax.jit
-  def grown(variables):
-    grow = lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape)
-    return jax.tree.map(grow, initial_params(target()[0], variables, jax.random.key(4)))
-
-  return grown(target()[1])
+  params, rng = jax.device_get(target()[1]["params"]), np.random.default_rng(4)
+  start = jax.tree.map(lambda x: np.ones(x.shape, np.float32), drafter_shapes(*target()))
+  start |= {"final_norm": params["final_norm"], "fuse": np.eye(2 * D, D, -D, np.float32)}
+  start |= {"block": jax.tree.map(lambda x: x[-1], params["blocks"])}
+  noise = lambda x: np.float32(0.2) * rng.standard_normal(x.shape, np.float32)
+  return jax.tree.map(lambda x: jax.device_put(x + noise(x)), start)
 
 
 NAMES = (
@@ -257,7 +255,7 @@ def test_drafts_that_are_rejected_become_shorter_and_end(monkeypatch):
   monkeypatch.setattr(speculation, "advance", recorded)
   unused = next(v for v in range(V) if v not in plain().tokens)
   head = DenseHead(1, D)
-  never = EarlyExit(1, head, head_variables(head), tokens=[unused], length=2, cost=0.3)
+  never = EarlyExit(1, head, jitted.random_variables(head), tokens=[unused], length=2, cost=0.3)
   result = generate(*target(), PROMPTS, KEY, GREEDY, max_tokens=NEW, drafter=never)
   assert (result.tokens == plain().tokens).all()
   assert lengths == [2, 1, 0]
@@ -315,7 +313,7 @@ BAD = {
   "a head without variables": (lambda: EarlyExit(1, DenseHead(V, D)), ["variables"]),
   "a head of another width": (lambda: EarlyExit(1, DenseHead(V, 5), {}), ["dim", "5"]),
   "a block of another model": (
-    lambda: Eagle(jax.jit(lambda: initial_params(*decoder(1, DenseHead(V, D), seed=0), KEY))()),
+    lambda: Eagle(drafter_shapes(*decoder(1, DenseHead(V, D), seed=0))),
     ["attention_norm/bias", "(8,)"],
   ),
   "a context that is too short": (
