@@ -5,7 +5,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -173,15 +172,14 @@ def test_a_model_without_logical_axes_is_replicated():
   fields = {f: getattr(experiment.model, f) for f in ("dim", "layers", "heads", "context")}
   model = Unnamed(experiment.model.embedding, experiment.model.head, **fields)
   on = program(dataclasses.replace(experiment, model=model), (8, 1, 1))
-  state = on.init(keys(0)[0])
-  assert all(x.is_fully_replicated for x in jax.tree.leaves(state))
+  assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(on.abstract_state))
 
 
 def test_a_checksum_is_the_weighted_sum_of_the_bits_in_their_order():
   for shape in ((), (7,), (3, 5, 2)):
-    x = jax.random.normal(jax.random.key(1), shape)
+    x = np.float32(np.random.default_rng(1).normal(size=shape))
     bits = np.asarray(x).view(np.uint32).ravel().astype(object)
     exact = sum(int(b) * (2 * i + 1) for i, b in enumerate(bits)) % 2**32
     assert int(jax.jit(_leaf_checksum)(x)) == exact
     assert math.prod(shape) == len(bits)
-  assert int(_leaf_checksum(jnp.array([True, False, True]))) == 1 + 5
+  assert int(jax.jit(_leaf_checksum)(np.array([True, False, True]))) == 1 + 5

@@ -150,8 +150,8 @@ def test_the_command_line_sets_what_is_trained():
 
 
 def test_weight_decay_leaves_biases_norms_scales_and_shifts_alone():
-  head = GroupedHead(13, 16, use_bias=True)
-  state = init_state(small().model.clone(head=head), optax.sgd(1.0), jax.random.key(0))
+  model = small().model.clone(head=GroupedHead(13, 16, use_bias=True))
+  state = jax.eval_shape(lambda: init_state(model, optax.sgd(1.0), jax.random.key(0)))
   flags = jax.tree_util.tree_flatten_with_path(decayed(state.params))[0]
   names = {("/".join(k.key for k in path)): flag for path, flag in flags}
   assert names["embedding/weight"]
@@ -161,43 +161,42 @@ def test_weight_decay_leaves_biases_norms_scales_and_shifts_alone():
   assert spared == {"bias", "scale", "shift", "group_bias", "slot_bias"}
 
 
-def test_the_learning_rate_climbs_then_falls_to_its_fraction():
-  train = Train(steps=100, warmup=10, learning_rate=2.0, final_fraction=0.1)
-  rate = learning_rate(train)
-  assert rate(0) == 0
-  np.testing.assert_allclose(rate(5), 1.0)
-  np.testing.assert_allclose(rate(10), 2.0)
-  np.testing.assert_allclose(rate(100), 0.2, rtol=1e-6)
-  middle = 0.2 + 1.8 * 0.5  # half-way down the cosine
-  np.testing.assert_allclose(rate(55), middle, rtol=1e-6)
+RATES = {
+  # Climbs, then falls along a cosine to its fraction.
+  "cosine": (
+    Train(steps=100, warmup=10, learning_rate=2.0, final_fraction=0.1),
+    {0: 0, 5: 1, 10: 2, 55: 0.2 + 1.8 * 0.5, 100: 0.2},
+  ),
+  # Falls by its factor from `hold` on.
+  "sgd": (
+    Train(learning_rate=1.0, optimizer=SGD(hold=4, every=3, factor=0.5)),
+    {0: 1, 3: 1, 4: 0.5, 6: 0.5, 7: 0.25, 9: 0.25, 10: 0.125},
+  ),
+  # Climbs with the square of the step.
+  "sm3": (
+    Train(learning_rate=0.3, warmup=10, optimizer=SM3()),
+    {0: 0.3 * 0.01, 4: 0.3 * 0.25, 9: 0.3, 10: 0.3, 500: 0.3},
+  ),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_learning_rate_is_that_of_its_schedule(name):
+  train, expected = RATES[name]
+  found = jax.jit(jax.vmap(learning_rate(train)))(np.array([*expected]))
+  np.testing.assert_allclose(found, [*expected.values()], rtol=1e-6)
 
 
 @pytest.mark.parametrize("warmup", [0, 7])
 def test_rates_without_warmup_or_decay_are_finite(warmup):
   rate = learning_rate(Train(steps=7, warmup=warmup))
-  assert all(np.isfinite(rate(step)) for step in range(8))
+  assert np.isfinite(jax.jit(jax.vmap(rate))(np.arange(8))).all()
 
 
-def test_the_rate_falls_by_its_factor_from_hold_on():
-  train = Train(learning_rate=1.0, optimizer=SGD(hold=4, every=3, factor=0.5))
-  rate = learning_rate(train)
-  found = [float(rate(step)) for step in range(11)]
-  assert found == [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.125]
-
-
-@pytest.mark.parametrize("fields", [(-1, 1, 0.5), (0, 0, 0.5), (0, 1, 0.0), (0, 1, 1.5)])
-def test_fields_of_sgd_outside_their_range_are_refused(fields):
-  with pytest.raises(ValueError, match=r"SGD: .* got hold="):
-    SGD(*fields)
-
-
-def test_the_rate_of_sm3_climbs_with_the_square_of_the_step():
-  rate = learning_rate(Train(learning_rate=0.3, warmup=10, optimizer=SM3()))
-  found = [float(rate(step)) for step in (0, 4, 9, 10, 500)]
-  np.testing.assert_allclose(found, [0.3 * 0.01, 0.3 * 0.25, 0.3, 0.3, 0.3], rtol=1e-6)
-
-
-def test_a_momentum_of_one_is_refused():
+def test_fields_outside_their_range_are_refused():
+  for fields in ((-1, 1, 0.5), (0, 0, 0.5), (0, 1, 0.0), (0, 1, 1.5)):
+    with pytest.raises(ValueError, match=r"SGD: .* got hold="):
+      SGD(*fields)
   with pytest.raises(ValueError, match=r"`momentum` must be in \[0, 1\); got 1.0"):
     SM3(momentum=1.0)
 

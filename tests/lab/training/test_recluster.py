@@ -92,7 +92,7 @@ def test_a_mesh_moves_the_same_tokens_and_keeps_its_shardings(experiment):
 
 def test_segments_follow_one_another_and_fit_into_the_text(experiment):
   text = load_text(experiment)
-  program, _ = on(experiment, 1, 1, 1)
+  program = Program(text.experiment, make_mesh(MeshShape(1, 1, 1)))
   total = len(text.splits["train"].tokens)
   for tokens in (100, total, 10 * total):
     between = Recluster(5, 50, tokens=tokens).on(program, text.splits["train"])
