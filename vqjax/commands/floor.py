@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vqjax import CodebookHead, assign
+from vqjax.commands.console import option
 from vqjax.commands.runs import config_parser, with_config
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.data import fingerprint, fit_tokenizer
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     "Compute before any training which perplexity the codes of a config rule out.",
     EXAMPLES,
   )
-  parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the floors to FILE")
+  option(parser, "--json", "write the floors to FILE", pathlib.Path)
   return with_config(parser, arguments, _floor)
 
 

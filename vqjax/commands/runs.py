@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from vqjax.commands import console
-from vqjax.commands.console import configure_warnings
+from vqjax.commands.console import configure_warnings, flag
 from vqjax.lab import exits, signals
 from vqjax.lab.config import Experiment, help_text, load, override
 from vqjax.lab.training import Interrupted, distributed
@@ -51,7 +51,7 @@ def config_parser(command: str, description: str, examples: str) -> argparse.Arg
   parser.add_argument(
     "overrides", nargs="*", metavar="FIELD=VALUE", help="fields to change, such as model.dim=64"
   )
-  parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+  flag(parser, "--traceback", "show the traceback of an error")
   parser.add_argument(
     "-h", "--help", action="store_true", help="show this text, and after a config its fields"
   )
