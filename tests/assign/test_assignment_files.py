@@ -14,13 +14,13 @@ FINGERPRINT = "0123abcd"
 @pytest.fixture
 def path(tmp_path):
   path = tmp_path / "new" / "table.txt"
-  assign.save(TABLE, path, codes=5, fingerprint=FINGERPRINT)
+  assign.save_assignment(TABLE, path, codes=5, fingerprint=FINGERPRINT)
   return path
 
 
 def test_an_assignment_comes_back_from_its_file(path):
   for fingerprint in (None, FINGERPRINT):
-    table = assign.load(path, 7, 5, fingerprint=fingerprint)
+    table = assign.load_assignment(path, 7, 5, fingerprint=fingerprint)
     assert table.dtype == np.int32
     np.testing.assert_array_equal(table, TABLE)
 
@@ -34,7 +34,7 @@ def test_the_file_is_a_header_and_a_line_a_token(path):
 def test_lines_may_be_in_any_order_and_end_as_on_other_systems(path):
   header, *lines = path.read_text().splitlines()
   path.write_bytes("\r\n".join([header, *lines[::-1]]).encode())
-  np.testing.assert_array_equal(assign.load(path, 7, 5), TABLE)
+  np.testing.assert_array_equal(assign.load_assignment(path, 7, 5), TABLE)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_a_wrong_file_is_refused_with_its_line(path, line, text, message):
   lines[line - 1 : line] = [] if text is None else [text]
   path.write_bytes("\n".join(lines).encode("latin-1"))
   with pytest.raises(ValueError, match=re.escape(message)) as error:
-    assign.load(path, 7, 5, fingerprint=FINGERPRINT)
+    assign.load_assignment(path, 7, 5, fingerprint=FINGERPRINT)
   assert str(path) in str(error.value)
 
 
 def test_an_empty_file_has_no_header(path):
   path.write_text("")
   with pytest.raises(ValueError, match=r"line 1: the header must be .*; got ''"):
-    assign.load(path, 7, 5)
+    assign.load_assignment(path, 7, 5)
 
 
 def test_an_invalid_assignment_is_not_saved(tmp_path):
@@ -82,5 +82,5 @@ def test_an_invalid_assignment_is_not_saved(tmp_path):
     (TABLE % 3, "", "`fingerprint` must be one word; got ''"),
   ):
     with pytest.raises(ValueError, match=message):
-      assign.save(table, path, codes=3, fingerprint=fingerprint)
+      assign.save_assignment(table, path, codes=3, fingerprint=fingerprint)
   assert not path.exists()

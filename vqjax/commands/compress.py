@@ -10,8 +10,8 @@ import argparse
 import pathlib
 import re
 
-from vqjax.commands.console import configure_warnings, exit_code
-from vqjax.commands.models import DTYPES, load_model
+from vqjax.commands.console import new_parser, option, run
+from vqjax.commands.models import DTYPES, PRETRAINED, load_model
 from vqjax.lab.exits import say
 from vqjax.lm.checkpoints import RUNTIMES
 from vqjax.lm.compression.folders import (
@@ -50,23 +50,75 @@ def size_of(text: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call, 128 + n for signal n."""
-  parser = _parser()
-  options = parser.parse_args(arguments)
+  parser = new_parser(
+    "compress",
+    "Compress the vocabulary tables of a pretrained model to a divergence from it, or to a size.",
+    "The same command again resumes an interrupted one.",
+  )
+  parser.add_argument("model", help=PRETRAINED)
+  bound = parser.add_mutually_exclusive_group(required=True)
+  option(bound, "--kl", "mean divergence, nats a token, such as 0.01", float, metavar="NATS")
+  option(bound, "--bytes", "bytes of the tables: 65MB", size_of, metavar="SIZE")
+  option(
+    parser,
+    "--text",
+    "text of each domain that matters, in UTF-8: counts, calibration, and without --held-out the"
+    " last fifth to report on",
+    pathlib.Path,
+    [],
+    nargs="+",
+  )
+  option(parser, "--held-out", "text to report on", pathlib.Path, [], nargs="+")
+  option(parser, "--out", "new folder", pathlib.Path, required=True, metavar="FOLDER")
+  option(
+    parser,
+    "--moments",
+    "moments that were collected elsewhere, with their counts beside those of --text",
+    pathlib.Path,
+  )
+  option(
+    parser,
+    "--table",
+    "compress a tensor [V, D] of safetensors of any architecture by a file of moments, without"
+    " running the model; may be given several times",
+    default=[],
+    nargs=2,
+    action="append",
+    metavar=("TENSOR", "MOMENTS"),
+  )
+  option(parser, "--tokens", "calibration tokens", int, 2**14)
+  option(parser, "--window", "tokens of a window", int, 256)
+  option(
+    parser, "--dtype", "number format of the rest of the model", default="float32", choices=DTYPES
+  )
+  option(
+    parser,
+    "--runtime",
+    "form of the tables in memory when the folder is loaded: dense rows (unpacked), groups of 8-bit"
+    " integers (int8), whole bits that are scored where they lie (packed), or, for the input table"
+    " of a model that is not tied, rows decoded from the file when they are looked up (rows)",
+    default=UNPACKED,
+    choices=RUNTIMES,
+  )
+  work = lambda options: (_compress_tensors if options.table else _compress)(options)
+  return run(parser, arguments, work, _misplaced)
+
+
+def _misplaced(options: argparse.Namespace) -> str | None:
+  """What is wrong with options that are given together."""
   texts = options.text or options.held_out
   if options.table and (options.bytes is None or texts or options.moments):
-    parser.error(
+    return (
       "`--table` needs `--bytes`, and no `--text`, `--held-out` or `--moments`: the model is not"
       " run"
     )
   if len(dict(options.table)) < len(options.table):
-    parser.error("`--table` must name different tensors, each with its file of moments")
+    return "`--table` must name different tensors, each with its file of moments"
   if options.table and options.runtime != UNPACKED:
-    parser.error("`--table` needs no `--runtime`: the model is not one that this library loads")
+    return "`--table` needs no `--runtime`: the model is not one that this library loads"
   if not options.table and not options.text:
-    parser.error("`--text` must be given, or `--table` for a model that is not run")
-  configure_warnings()
-  run = _compress_tensors if options.table else _compress
-  return exit_code(lambda: run(options), show_traceback=options.traceback)
+    return "`--text` must be given, or `--table` for a model that is not run"
+  return None
 
 
 def _compress_tensors(options: argparse.Namespace) -> None:
@@ -112,61 +164,3 @@ def _compress(options: argparse.Namespace) -> None:
     f" tokens\ncompressing took {result['seconds']:.0f} s and"
     f" {result['peak_bytes'] / 1e9:.2f} GB of memory\nresult: {options.out}, with report.md"
   )
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="vqjax compress",
-    description="Compress the vocabulary tables of a pretrained model to a divergence from it,"
-    " or to a size.",
-    epilog="The same command again resumes an interrupted one.",
-  )
-  parser.add_argument("model", help="folder of safetensors, a GGUF, or a .bin file of llama2.c")
-  bound = parser.add_mutually_exclusive_group(required=True)
-  bound.add_argument(
-    "--kl", type=float, metavar="NATS", help="mean divergence, nats a token, such as 0.01"
-  )
-  bound.add_argument("--bytes", type=size_of, metavar="SIZE", help="bytes of the tables: 65MB")
-  parser.add_argument(
-    "--text", type=pathlib.Path, nargs="+", default=[], metavar="FILE",
-    help="text of each domain that matters, in UTF-8: counts, calibration, and without --held-out"
-    " the last fifth to report on",
-  )  # fmt: skip
-  parser.add_argument(
-    "--held-out", type=pathlib.Path, nargs="+", default=[], metavar="FILE",
-    help="text to report on",
-  )  # fmt: skip
-  parser.add_argument(
-    "--out", type=pathlib.Path, required=True, metavar="FOLDER", help="new folder"
-  )
-  parser.add_argument(
-    "--moments", type=pathlib.Path, metavar="FILE",
-    help="moments that were collected elsewhere, with their counts beside those of --text",
-  )  # fmt: skip
-  parser.add_argument(
-    "--table", nargs=2, action="append", default=[], metavar=("TENSOR", "MOMENTS"),
-    help="compress a tensor [V, D] of safetensors of any architecture by a file of moments, without"
-    " running the model; may be given several times",
-  )  # fmt: skip
-  parser.add_argument(
-    "--tokens",
-    type=int,
-    default=2**14,
-    metavar="N",
-    help="calibration tokens (default %(default)s)",
-  )
-  parser.add_argument(
-    "--window", type=int, default=256, metavar="N", help="tokens of a window (default %(default)s)"
-  )
-  parser.add_argument(
-    "--dtype", choices=DTYPES, default="float32", help="number format of the rest of the model"
-  )
-  parser.add_argument(
-    "--runtime", choices=RUNTIMES, default=UNPACKED,
-    help="form of the tables in memory when the folder is loaded: dense rows (unpacked), groups of"
-    " 8-bit integers (int8), whole bits that are scored where they lie (packed), or, for the input"
-    " table of a model that is not tied, rows decoded from the file when they are looked up (rows);"
-    " default %(default)s",
-  )  # fmt: skip
-  parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-  return parser

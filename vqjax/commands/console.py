@@ -1,14 +1,66 @@
-"""Shared parts of the commands: messages and exit codes."""
+"""Shared parts of the commands: options, messages and exit codes."""
 
+import argparse
 import logging
+import pathlib
 import signal
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from vqjax.lab import exits, signals
 
 __all__ = ["configure_warnings"]
+
+METAVARS = {int: "N", float: "X", pathlib.Path: "FILE"}
+"""Names of values in the help of options, by their type."""
+
+
+def new_parser(
+  command: str, description: str, epilog: str | None = None
+) -> argparse.ArgumentParser:
+  """The parser of a command, for `run`."""
+  return argparse.ArgumentParser(prog=f"vqjax {command}", description=description, epilog=epilog)
+
+
+def option(to: Any, name: str, text: str, kind: Any = None, default: Any = None, **more) -> None:
+  """Add an option to a parser or a group of options; its help names the default, if it has one."""
+  if default not in (None, []):
+    text += " (default: %(default)s)"
+  if "choices" not in more:
+    more = {"metavar": METAVARS.get(kind)} | more
+  to.add_argument(name, type=kind, default=default, help=text, **more)
+
+
+def flag(to: Any, name: str, text: str) -> None:
+  """Add an option without a value."""
+  to.add_argument(name, action="store_true", help=text)
+
+
+def run(
+  parser: argparse.ArgumentParser,
+  arguments: Sequence[str] | None,
+  work: Callable[[argparse.Namespace], int | None],
+  check: Callable[[argparse.Namespace], str | None] = lambda options: None,
+  ending: Callable[..., int] | None = None,
+) -> int:
+  """Run a command of `new_parser` and return its exit code.
+
+  Args:
+    parser: its options.
+    arguments: its arguments; None: those of the process.
+    work: is called with the options.
+    check: says what is wrong with options that are given together, before the work.
+    ending: makes an exit code of the work; None: `exit_code`.
+  """
+  flag(parser, "--traceback", "show the traceback of an error")
+  # `parse_args` would refuse positional arguments that follow an option.
+  options = parser.parse_intermixed_args(arguments)
+  if problem := check(options):
+    parser.error(problem)
+  configure_warnings()
+  return (ending or exit_code)(lambda: work(options), show_traceback=options.traceback)
 
 
 def configure_warnings() -> None:

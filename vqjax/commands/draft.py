@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from vqjax.commands.console import configure_warnings, exit_code
+from vqjax.commands.console import flag, new_parser, option, run
 from vqjax.commands.models import add_arguments, load_model
 from vqjax.lab.exits import say
 from vqjax.lm.drafting import eagle_training, medusa_training
@@ -47,9 +47,29 @@ class _Kind(NamedTuple):
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call or a damaged model."""
-  options = _parser().parse_intermixed_args(arguments)
-  configure_warnings()
-  return exit_code(lambda: _draft(options), show_traceback=options.traceback)
+  parser = new_parser(
+    "draft",
+    "Train a drafter on the final hidden vectors of a model, of one block as EAGLE's or of Medusa's"
+    " blocks, with which `vqjax generate --draft` decodes faster. What is generated has the model's"
+    " distribution all the same.",
+    "The same command again resumes an interrupted training.",
+  )
+  add_arguments(parser)
+  required = {"required": True}
+  text = "text like that to be generated; its end is held out"
+  option(parser, "--text", text, pathlib.Path, nargs="+", **required)
+  option(parser, "--out", "the drafter to be written", pathlib.Path, **required)
+  flag(
+    parser,
+    "--medusa",
+    "train Medusa's blocks, which draft a tree of tokens at once, instead of one block that drafts"
+    " one token after another",
+  )
+  for name, text in OPTIONS.items():
+    kind = float if name == "rate" else int
+    option(parser, f"--{name}", f"{text} ({_default(name)})", kind)
+  flag(parser, "--json", "print JSON")
+  return run(parser, arguments, _draft)
 
 
 def _draft(options: argparse.Namespace) -> None:
@@ -132,43 +152,6 @@ MEDUSA = _Kind(
   medusa_training.fit_medusa,
   _show_medusa,
 )
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="vqjax draft",
-    description="Train a drafter on the final hidden vectors of a model, of one block as EAGLE's or"
-    " of Medusa's blocks, with which `vqjax generate --draft` decodes faster. What is generated has"
-    " the model's distribution all the same.",
-    epilog="The same command again resumes an interrupted training.",
-  )
-  add_arguments(parser)
-  parser.add_argument(
-    "--text",
-    type=pathlib.Path,
-    nargs="+",
-    required=True,
-    metavar="FILE",
-    help="text like that to be generated; its end is held out",
-  )
-  parser.add_argument(
-    "--out", type=pathlib.Path, required=True, metavar="FILE", help="the drafter to be written"
-  )
-  parser.add_argument(
-    "--medusa",
-    action="store_true",
-    help="train Medusa's blocks, which draft a tree of tokens at once, instead of one block that"
-    " drafts one token after another",
-  )
-  for name, text in OPTIONS.items():
-    parser.add_argument(
-      f"--{name}",
-      type=float if name == "rate" else int,
-      metavar="R" if name == "rate" else "N",
-      help=f"{text} ({_default(name)})",
-    )
-  parser.add_argument("--json", action="store_true", help="print JSON")
-  return parser
 
 
 def _default(name: str) -> str:

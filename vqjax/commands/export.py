@@ -7,7 +7,7 @@ vqjax export gemma-3-270m --to int4 --moments moments.safetensors --out gemma-in
 import argparse
 import pathlib
 
-from vqjax.commands.console import configure_warnings, exit_code
+from vqjax.commands.console import new_parser, option, run
 from vqjax.commands.models import load_model
 from vqjax.lm.compression.calibration import collect
 from vqjax.lm.compression.exports import (
@@ -40,46 +40,27 @@ INTEGERS = {f"int{bits}": bits for bits in WIDTHS}
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call, 128 + n for signal n."""
-  parser = argparse.ArgumentParser(
-    prog="vqjax export",
-    description="Write a pretrained model again with its vocabulary tables in a block type of GGUF,"
-    " or as integers in the layout of compressed-tensors. With `--text` or `--moments` the values"
-    " are fitted to what the model does; without, each number is rounded by itself.",
+  parser = new_parser(
+    "export",
+    "Write a pretrained model again with its vocabulary tables in a block type of GGUF, or as"
+    " integers in the layout of compressed-tensors. With `--text` or `--moments` the values are"
+    " fitted to what the model does; without, each number is rounded by itself.",
   )
   parser.add_argument("model", help="a GGUF; for int8 and int4 also a folder of safetensors")
-  parser.add_argument(
-    "--to", choices=(*TYPES, *INTEGERS), required=True, help="format of the tables"
-  )
-  parser.add_argument(
-    "--head-to", choices=TYPES, help="block type of an untied head (default: that of --to)"
-  )
-  parser.add_argument(
+  option(parser, "--to", "format of the tables", choices=(*TYPES, *INTEGERS), required=True)
+  option(parser, "--head-to", "block type of an untied head (default: that of --to)", choices=TYPES)
+  option(
+    parser,
     "--group",
-    type=int,
-    metavar="N",
-    help="columns that share a scale in int8 and int4 (default: whole rows for int8, 32 for int4)",
+    "columns that share a scale in int8 and int4 (default: whole rows for int8, 32 for int4)",
+    int,
   )
-  parser.add_argument(
-    "--out", type=pathlib.Path, required=True, metavar="PATH", help="new GGUF, or new folder"
-  )
+  option(parser, "--out", "new GGUF, or new folder", pathlib.Path, required=True, metavar="PATH")
   source = parser.add_mutually_exclusive_group()
-  source.add_argument(
-    "--text", type=pathlib.Path, nargs="+", default=[], metavar="FILE", help="texts in UTF-8"
-  )
-  source.add_argument(
-    "--moments", type=pathlib.Path, metavar="FILE", help="moments that were collected elsewhere"
-  )
-  parser.add_argument(
-    "--tokens",
-    type=int,
-    default=2**14,
-    metavar="N",
-    help="tokens of the texts (default %(default)s)",
-  )
-  parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-  options = parser.parse_args(arguments)
-  configure_warnings()
-  return exit_code(lambda: _export(options), show_traceback=options.traceback)
+  option(source, "--text", "texts in UTF-8", pathlib.Path, [], nargs="+")
+  option(source, "--moments", "moments that were collected elsewhere", pathlib.Path)
+  option(parser, "--tokens", "tokens of the texts", int, 2**14)
+  return run(parser, arguments, _export)
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -17,12 +17,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from vqjax import CodebookHead, assign
-from vqjax.commands.run_folders import config_parser, with_config
+from vqjax.commands.console import option
+from vqjax.commands.runs import config_parser, with_config
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.data import fingerprint, fit_tokenizer
-from vqjax.lab.data.token_cache import count_tokens
+from vqjax.lab.data.cache import count_tokens
 from vqjax.lab.training.program import keys
-from vqjax.lab.training.run_folder import EncodedText, load_text
+from vqjax.lab.training.run import EncodedText, load_text
 from vqjax.lab.training.step import init_state
 from vqjax.lm import records
 
@@ -60,7 +61,7 @@ def measured_floors(experiment: Experiment) -> dict[str, Any]:
   text = load_text(experiment)
   head = text.experiment.model.head
   tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
-  assignment = assign.checked(_assignment(text), head.vocab, head.codes)
+  assignment = assign.checked_assignment(_assignment(text), head.vocab, head.codes)
   counts = {name: count_tokens(split, tokenizer) for name, split in text.splits.items()}
 
   def floor(name: str, token_bias: bool) -> assign.Floor:
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     "Compute before any training which perplexity the codes of a config rule out.",
     EXAMPLES,
   )
-  parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the floors to FILE")
+  option(parser, "--json", "write the floors to FILE", pathlib.Path)
   return with_config(parser, arguments, _floor)
 
 

@@ -13,7 +13,7 @@ import time
 
 import jax
 
-from vqjax.commands.console import configure_warnings, exit_code
+from vqjax.commands.console import flag, new_parser, option, run
 from vqjax.commands.models import add_arguments, load_model
 from vqjax.lm.checkpoints import Loaded
 from vqjax.lm.drafting import Medusa, load_drafter
@@ -25,9 +25,43 @@ __all__ = []
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call or a damaged model."""
-  options = _parser().parse_intermixed_args(arguments)
-  configure_warnings()
-  return exit_code(lambda: _generate(options), show_traceback=options.traceback)
+  parser = new_parser(
+    "generate",
+    "Continue prompts with a pretrained model or with that of a run. The text of a single prompt is"
+    " printed while it is generated.",
+  )
+  add_arguments(parser)
+  repeated = {"action": "append", "metavar": "TEXT"}
+  option(
+    parser, "--prompt", "text to continue; may be given several times", required=True, **repeated
+  )
+  option(parser, "--max-tokens", "most tokens of a text", int, 128)
+  option(parser, "--temperature", "0 takes the best token", float, 0.8)
+  option(parser, "--top-k", "only the K best tokens", int, metavar="K")
+  option(parser, "--top-p", "only the best tokens of mass P", float, metavar="P")
+  option(
+    parser, "--min-p", "only tokens at least P times as likely as the best", float, metavar="P"
+  )
+  option(
+    parser, "--repetition-penalty", "divisor of the scores of tokens that occurred", float, 1.0
+  )
+  option(parser, "--stop", "text before which to stop; may be repeated", default=[], **repeated)
+  option(parser, "--seed", "source of randomness", int, 0)
+  option(
+    parser,
+    "--draft",
+    "what drafts tokens for the model to verify: a drafter of `vqjax draft`, or a pretrained model"
+    " with the same tokenizer",
+    metavar="MODEL",
+  )
+  option(
+    parser,
+    "--draft-length",
+    "most draft tokens at a time (default: that of the drafter, or 4)",
+    int,
+  )
+  flag(parser, "--json", "print JSON with log-probabilities")
+  return run(parser, arguments, _generate)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -87,53 +121,3 @@ def _drafter(options: argparse.Namespace, loaded: Loaded) -> Drafter:
       " tree is drafted whole: train one of fewer tokens, with `vqjax draft --medusa --size`."
     )
   return dataclasses.replace(drafter, length=options.draft_length)
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="vqjax generate",
-    description="Continue prompts with a pretrained model or with that of a run. The text of a"
-    " single prompt is printed while it is generated.",
-  )
-  add_arguments(parser)
-  parser.add_argument(
-    "--prompt", action="append", required=True, help="text to continue; may be given several times"
-  )
-  parser.add_argument(
-    "--max-tokens", type=int, default=128, help="most tokens of a text (default: %(default)s)"
-  )
-  parser.add_argument(
-    "--temperature", type=float, default=0.8, help="0 takes the best token (default: %(default)g)"
-  )
-  parser.add_argument("--top-k", type=int, metavar="K", help="only the K best tokens")
-  parser.add_argument("--top-p", type=float, metavar="P", help="only the best tokens of mass P")
-  parser.add_argument(
-    "--min-p", type=float, metavar="P", help="only tokens at least P times as likely as the best"
-  )
-  parser.add_argument(
-    "--repetition-penalty",
-    type=float,
-    default=1.0,
-    metavar="X",
-    help="divisor of the scores of tokens that have occurred (default: %(default)g)",
-  )
-  parser.add_argument(
-    "--stop", action="append", default=[], help="string before which a text ends; may be repeated"
-  )
-  parser.add_argument(
-    "--seed", type=int, default=0, help="source of randomness (default: %(default)s)"
-  )
-  parser.add_argument(
-    "--draft",
-    metavar="MODEL",
-    help="what drafts tokens for the model to verify: a drafter of `vqjax draft`, or a pretrained"
-    " model with the same tokenizer",
-  )
-  parser.add_argument(
-    "--draft-length",
-    type=int,
-    metavar="N",
-    help="most draft tokens at a time (default: that of the drafter, or 4)",
-  )
-  parser.add_argument("--json", action="store_true", help="print JSON with log-probabilities")
-  return parser

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vqjax.commands.console import configure_warnings, exit_code
+from vqjax.commands.console import flag, new_parser, option, run
 from vqjax.lab.exits import say
 from vqjax.lm.checkpoints import Inspection, inspect
 
@@ -23,62 +23,69 @@ __all__ = []
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call or a damaged model."""
-  parser = argparse.ArgumentParser(
-    prog="vqjax inspect",
-    description="Print the parts of a pretrained model, their sizes and number formats, whether the"
-    " head is tied, and the share of the vocabulary tables. The weights are read with --vocabulary"
-    " only.",
+  parser = new_parser(
+    "inspect",
+    "Print the parts of a pretrained model, their sizes and number formats, whether the head is"
+    " tied, and the share of the vocabulary tables. The weights are read with --vocabulary only.",
   )
   parser.add_argument("model", help="folder of safetensors, a GGUF, or a .bin file of llama2.c")
-  parser.add_argument("--json", action="store_true", help="print JSON")
+  flag(parser, "--json", "print JSON")
   tables = parser.add_argument_group("vocabulary tables")
-  tables.add_argument(
+  flag(
+    tables,
     "--vocabulary",
-    action="store_true",
-    help="print the norms of the rows, their effective dimension, and tokens that were never"
-    " trained",
+    "print the norms of the rows, their effective dimension, and tokens that were never trained",
   )
-  tables.add_argument("--text", type=pathlib.Path, metavar="FILE", help="text to count tokens in")
-  tables.add_argument(
-    "--nearest", action="append", default=[], metavar="WORD", help="print the nearest tokens of it"
-  )
-  tables.add_argument(
-    "--unused",
-    type=int,
-    nargs="+",
+  option(tables, "--text", "text to count tokens in", pathlib.Path)
+  option(
+    tables,
+    "--nearest",
+    "print the nearest tokens of it",
     default=[],
-    metavar="TOKEN",
-    help='tokens that no text has (default: those with names such as "<unused7>", or the rows of'
-    " padding)",
+    action="append",
+    metavar="WORD",
   )
-  tables.add_argument("--page", type=pathlib.Path, metavar="FILE", help="write a page of HTML")
-  tables.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-  options = parser.parse_args(arguments)
-  if not options.vocabulary and (options.text or options.nearest or options.unused or options.page):
-    parser.error("`--text`, `--nearest`, `--unused` and `--page` need `--vocabulary`")
-  configure_warnings()
-  if options.vocabulary:
-    return exit_code(lambda: _vocabulary(options), show_traceback=options.traceback)
+  option(
+    tables,
+    "--unused",
+    'tokens that no text has (default: those with names such as "<unused7>", or the rows of'
+    " padding)",
+    int,
+    [],
+    nargs="+",
+    metavar="TOKEN",
+  )
+  option(tables, "--page", "write a page of HTML", pathlib.Path)
+  return run(
+    parser,
+    arguments,
+    lambda options: (_vocabulary if options.vocabulary else _parts)(options),
+    lambda options: (
+      "`--text`, `--nearest`, `--unused` and `--page` need `--vocabulary`"
+      if not options.vocabulary
+      and (options.text or options.nearest or options.unused or options.page)
+      else None
+    ),
+  )
 
-  def work() -> None:
-    from vqjax.lm.texts import data_path
 
-    found = inspect(data_path(options.model, kind="model"))
-    if options.json:
-      totals = {name: getattr(found, name) for name in ("params", "bytes", "vocabulary_share")}
-      print(json.dumps(dataclasses.asdict(found) | totals, indent=2))
-    else:
-      _show_inspection(found, Console())
+def _parts(options: argparse.Namespace) -> None:
+  from vqjax.lm.texts import data_path
 
-  return exit_code(work)
+  found = inspect(data_path(options.model, kind="model"))
+  if options.json:
+    totals = {name: getattr(found, name) for name in ("params", "bytes", "vocabulary_share")}
+    print(json.dumps(dataclasses.asdict(found) | totals, indent=2))
+  else:
+    _show_inspection(found, Console())
 
 
 def _vocabulary(options: argparse.Namespace) -> None:
   # The package of scientific plots is slow to load, and inspecting parts does not need it.
   from vqjax.commands.models import load_model
   from vqjax.lm.checkpoints import RUNTIMES
-  from vqjax.lm.table_readings import sections, table_readings, write_table_page
   from vqjax.lm.texts import data_path, read_text
+  from vqjax.lm.vocabulary import sections, table_readings, write_page
   from vqjax.tables.container import UNPACKED
 
   text = None
@@ -99,7 +106,7 @@ def _vocabulary(options: argparse.Namespace) -> None:
         table.add_row(*map(escape, row))
       console.print(table)
   if options.page is not None:
-    write_table_page(found, options.page, pathlib.Path(options.model).name)
+    write_page(found, options.page, pathlib.Path(options.model).name)
     say(f"page: {options.page}")
 
 

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vqjax.commands.console import configure_warnings, exit_code
+from vqjax.commands.console import flag, new_parser, option, run
 from vqjax.commands.models import add_arguments, load_model
 from vqjax.lab.exits import say
-from vqjax.lm.generation.text_stream import visible
+from vqjax.lm.generation.text import visible
 from vqjax.lm.lenses import lens_readings, load_lens
 from vqjax.lm.lenses.fitting import LensJob, fit_lens
-from vqjax.lm.lenses.reading_page import Reading, write_reading_page
+from vqjax.lm.lenses.page import Reading, write_page
 from vqjax.lm.lenses.tuned import blocks_read
 from vqjax.lm.texts import data_path, read_text
 
@@ -33,8 +33,18 @@ CELL = 11
 """Characters of a cell of the terminal's table."""
 
 READING = ("lens", "k", "blocks", "page")
-FITTING = ("out", "positions", "steps", "batch", "window", "rate", "from_identity")
-"""What only reads a text, and what only fits a lens, a field of `LensJob` each."""
+"""Options that only read a text."""
+
+FITTING = {
+  "positions": "positions of the text that are used",
+  "steps": "steps of descent; 0: least squares alone",
+  "batch": "positions of a step",
+  "window": "tokens of a window",
+  "rate": "learning rate of the first step; a few positions a step, or a stream of large numbers,"
+  " need a smaller one",
+  "identity": "begin with the logit lens, not with least squares",
+}
+"""Options that only fit a lens, a field of `LensJob` each."""
 
 SHADES = ("on #124b2d", "on #2f4a1c", "on #4d4415", "on #5a3313", "on #5c2120")
 """Grounds of cells from a small divergence to a large one."""
@@ -42,25 +52,58 @@ SHADES = ("on #124b2d", "on #2f4a1c", "on #4d4415", "on #5a3313", "on #5c2120")
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call or a damaged model."""
-  parser = _parser()
-  options = parser.parse_intermixed_args(arguments)
+  parser = new_parser(
+    "lens",
+    "Show what a model would predict after each of its blocks, by the logit lens or a tuned lens,"
+    " or fit a tuned lens.",
+    "The same command again resumes an interrupted fit.",
+  )
+  add_arguments(parser)
+  what = parser.add_mutually_exclusive_group(required=True)
+  option(what, "--prompt", "text to read", metavar="TEXT")
+  option(what, "--fit", "text to fit a lens on", pathlib.Path)
+  flag(parser, "--json", "print JSON")
+  reading = parser.add_argument_group("with --prompt")
+  option(reading, "--lens", "a fitted lens", pathlib.Path)
+  option(reading, "--k", "best tokens of a cell (default: 5)", int)
+  option(
+    reading,
+    "--blocks",
+    "read after so many blocks only, and after the last (default: after each)",
+    int,
+    nargs="+",
+  )
+  option(reading, "--page", "write a page of HTML", pathlib.Path)
+  fit = parser.add_argument_group("with --fit")
+  option(fit, "--out", "the lens to be written", pathlib.Path)
+  defaults = {field.name: field.default for field in dataclasses.fields(LensJob)}
+  for name, text in FITTING.items():
+    kind = type(defaults[name])
+    if kind is bool:
+      fit.add_argument(f"--{name}", action="store_const", const=True, help=text)
+    else:
+      option(fit, f"--{name}", f"{text} (default: {defaults[name]})", kind)
+  return run(
+    parser,
+    arguments,
+    lambda options: (_show if options.fit is None else _fit)(options),
+    _misplaced,
+  )
+
+
+def _misplaced(options: argparse.Namespace) -> str | None:
+  """What is wrong with the options: one of the other use would be ignored."""
   if options.fit is not None and options.out is None:
-    parser.error("`--fit` needs `--out FILE`, the lens to be written")
-  # An option of the other use would be ignored.
-  use, others = ("--fit", FITTING) if options.fit is None else ("--prompt", READING)
-  for name in others:
-    if getattr(options, name) is not None:
-      flag = "identity" if name == "from_identity" else name
-      parser.error(f"`--{flag}` needs `{use}`. Leave it out.")
-  configure_warnings()
-  work = _show if options.fit is None else _fit
-  return exit_code(lambda: work(options), show_traceback=options.traceback)
+    return "`--fit` needs `--out FILE`, the lens to be written"
+  use, others = ("--fit", ("out", *FITTING)) if options.fit is None else ("--prompt", READING)
+  given = [name for name in others if getattr(options, name) is not None]
+  return f"`--{given[0]}` needs `{use}`. Leave it out." if given else None
 
 
 def _fit(options: argparse.Namespace) -> None:
   text = read_text(data_path(str(options.fit), kind="--fit"))
   given = {name: getattr(options, name) for name in FITTING if getattr(options, name) is not None}
-  job = LensJob(data_path(options.model, kind="model"), text, **given)
+  job = LensJob(data_path(options.model, kind="model"), text, options.out, **given)
   found = fit_lens(job, _loaded(options), say)
   if options.json:
     print(json.dumps(found, indent=2))
@@ -109,7 +152,7 @@ def _show(options: argparse.Namespace) -> None:
       divergences["logit lens"] = plain.kl.mean(axis=(1, 2)).tolist()
     name = "tuned lens" if lens is not None else "logit lens"
     divergences[name] = found.kl.mean(axis=(1, 2)).tolist()
-    write_reading_page(reading, options.page, title, divergences)
+    write_page(reading, options.page, title, divergences)
     say(f"page: {options.page}")
 
 
@@ -146,53 +189,3 @@ def _cut(text: str) -> str:
   shown = visible(text)
   # Some characters are two cells wide.
   return shown if cell_len(shown) <= CELL - 5 else set_cell_size(shown, CELL - 6) + "…"
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="vqjax lens",
-    description="Show what a model would predict after each of its blocks, by the logit lens or a"
-    " tuned lens, or fit a tuned lens.",
-    epilog="The same command again resumes an interrupted fit.",
-  )
-  add_arguments(parser)
-  what = parser.add_mutually_exclusive_group(required=True)
-  what.add_argument("--prompt", metavar="TEXT", help="text to read")
-  what.add_argument("--fit", type=pathlib.Path, metavar="FILE", help="text to fit a lens on")
-  parser.add_argument("--json", action="store_true", help="print JSON")
-  reading = parser.add_argument_group("with --prompt")
-  reading.add_argument("--lens", type=pathlib.Path, metavar="FILE", help="a fitted lens")
-  reading.add_argument("--k", type=int, metavar="N", help="best tokens of a cell (default 5)")
-  reading.add_argument(
-    "--blocks",
-    type=int,
-    nargs="+",
-    metavar="N",
-    help="read after so many blocks only, and after the last (default: after each)",
-  )
-  reading.add_argument("--page", type=pathlib.Path, metavar="FILE", help="write a page of HTML")
-  fit = parser.add_argument_group("with --fit")
-  fit.add_argument("--out", type=pathlib.Path, metavar="FILE", help="the lens to be written")
-  defaults = {field.name: field.default for field in dataclasses.fields(LensJob)}
-  for name, text in (
-    ("positions", "positions of the text that are used"),
-    ("steps", "steps of descent; 0: least squares alone"),
-    ("batch", "positions of a step"),
-    ("window", "tokens of a window"),
-  ):
-    fit.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (default {defaults[name]})")
-  fit.add_argument(
-    "--rate",
-    type=float,
-    metavar="R",
-    help=f"learning rate of the first step (default {defaults['rate']}); a few positions a step, or"
-    " a stream of large numbers, need a smaller one",
-  )
-  fit.add_argument(
-    "--identity",
-    dest="from_identity",
-    action="store_const",
-    const=True,
-    help="begin with the logit lens, not with least squares",
-  )
-  return parser

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from vqjax.commands.console import option
 from vqjax.lm import checkpoints
 from vqjax.lm.checkpoints import Loaded
 from vqjax.lm.texts import data_path
@@ -60,19 +61,17 @@ def load_model(
   return load_run(folder, config, overrides)
 
 
+PRETRAINED = "folder of safetensors, a GGUF, or a .bin file of llama2.c"
+"""Help of an argument that is the path of a pretrained model."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments that say which model a command reads."""
-  parser.add_argument(
-    "model", help="folder of safetensors, a GGUF, a .bin file of llama2.c, or a run folder"
-  )
+  parser.add_argument("model", help=f"{PRETRAINED}, or a run folder")
   parser.add_argument(
     "overrides", nargs="*", metavar="FIELD=VALUE", help="the overrides of a run folder"
   )
-  parser.add_argument("--config", metavar="FILE", help="config file of a run folder")
-  parser.add_argument(
-    "--dtype",
-    choices=DTYPES,
-    default="float32",
-    help="number format of a pretrained model (default: %(default)s)",
+  option(parser, "--config", "config file of a run folder", metavar="FILE")
+  option(
+    parser, "--dtype", "number format of a pretrained model", default="float32", choices=DTYPES
   )
-  parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from vqjax.commands.run_folders import config_parser, with_config
+from vqjax.commands.console import option
+from vqjax.commands.runs import config_parser, with_config
 from vqjax.lab.config import Experiment
-from vqjax.lab.plan import chips, compiling, printing
-from vqjax.lab.plan.step_plan import step_plan, with_vocab_everywhere
+from vqjax.lab.plan import chips, compiling, report
+from vqjax.lab.plan.plan import plan, with_vocab
 from vqjax.lm import records
 from vqjax.sharding import make_mesh
 
@@ -35,12 +36,22 @@ joins or moves anything, its temporaries are those of a CPU's compiler."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Print the plan and write its JSON; return 2 for a wrong call."""
-  return with_config(_parser(), arguments, _plan)
+  parser = config_parser(
+    "plan",
+    "Compile a training step ahead of time, without the accelerator, and print what it needs.",
+    USAGE,
+  )
+  option(parser, "--topology", "TPUs, such as v5e:4x4", metavar="KIND:SIZE")
+  option(parser, "--devices", "this many GPUs", int)
+  option(parser, "--device-kind", "of --devices: A100, H100 or H200", default="H100")
+  option(parser, "--vocab", "tokens, whatever the config says", int, metavar="V")
+  option(parser, "--json", "write the plan to FILE", pathlib.Path)
+  return with_config(parser, arguments, _plan)
 
 
 def _plan(experiment: Experiment, options: argparse.Namespace) -> None:
-  found = _planned(with_vocab_everywhere(experiment, options.vocab), options)
-  printing.show_plan(found, Console())
+  found = _planned(with_vocab(experiment, options.vocab), options)
+  report.show(found, Console())
   if options.json:
     records.write(options.json, found)
 
@@ -59,18 +70,4 @@ def _planned(experiment: Experiment, options: argparse.Namespace) -> dict[str, A
   else:
     chip, devices = chips.gpu(options.device_kind), compiling.simulated_devices(options.devices)
   mesh = make_mesh(experiment.train.mesh, devices)
-  return {"topology": options.topology} | step_plan(experiment, mesh, chip)
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = config_parser(
-    "plan",
-    "Compile a training step ahead of time, without the accelerator, and print what it needs.",
-    USAGE,
-  )
-  parser.add_argument("--topology", metavar="KIND:SIZE", help="TPUs, such as v5e:4x4")
-  parser.add_argument("--devices", type=int, metavar="N", help="this many GPUs")
-  parser.add_argument("--device-kind", default="H100", help="of --devices: A100, H100 or H200")
-  parser.add_argument("--vocab", type=int, metavar="V", help="tokens, whatever the config says")
-  parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the plan to FILE")
-  return parser
+  return {"topology": options.topology} | plan(experiment, mesh, chip)

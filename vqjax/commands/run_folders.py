@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from vqjax.commands import console
-from vqjax.commands.console import configure_warnings
+from vqjax.commands.console import configure_warnings, flag
 from vqjax.lab import exits, signals
 from vqjax.lab.config import Experiment, help_text, load_config, override
 from vqjax.lab.training import Interrupted, distributed
@@ -53,7 +53,7 @@ def config_parser(command: str, description: str, examples: str) -> argparse.Arg
   parser.add_argument(
     "overrides", nargs="*", metavar="FIELD=VALUE", help="fields to change, such as model.dim=64"
   )
-  parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+  flag(parser, "--traceback", "show the traceback of an error")
   parser.add_argument(
     "-h", "--help", action="store_true", help="show this text, and after a config its fields"
   )
@@ -93,7 +93,7 @@ def with_config(
   return exit_code_of_run(work, show_traceback=options.traceback, out_of_memory=out_of_memory)
 
 
-def print_result(result: Mapping[str, Any], folder: pathlib.Path) -> None:
+def _print_result(result: Mapping[str, Any], folder: pathlib.Path) -> None:
   """Print the scores of a finished run and the path of its result."""
   for split in ("valid", "test"):
     score = result[split]

@@ -9,7 +9,7 @@ import json
 import math
 import pathlib
 
-from vqjax.commands.console import configure_warnings, exit_code
+from vqjax.commands.console import flag, new_parser, option, run
 from vqjax.commands.models import add_arguments, load_model
 from vqjax.lm.generation import score
 from vqjax.lm.texts import data_path, read_text
@@ -19,25 +19,21 @@ __all__ = []
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call or a damaged model."""
-  parser = argparse.ArgumentParser(
-    prog="vqjax score",
-    description="Print the negative log-probability of a text under a pretrained model or that of a"
-    " run. A text that is longer than the context is read in overlapping windows.",
+  parser = new_parser(
+    "score",
+    "Print the negative log-probability of a text under a pretrained model or that of a run. A text"
+    " that is longer than the context is read in overlapping windows.",
   )
   add_arguments(parser)
-  parser.add_argument(
-    "--text", type=pathlib.Path, required=True, metavar="FILE", help="file of text in UTF-8"
-  )
-  parser.add_argument(
+  option(parser, "--text", "file of text in UTF-8", pathlib.Path, required=True)
+  option(
+    parser,
     "--stride",
-    type=int,
-    metavar="N",
-    help="tokens by which a window starts after the one before (default: half the context)",
+    "tokens by which a window starts after the one before (default: half the context)",
+    int,
   )
-  parser.add_argument("--json", action="store_true", help="print JSON")
-  options = parser.parse_intermixed_args(arguments)
-  configure_warnings()
-  return exit_code(lambda: _score(options), show_traceback=options.traceback)
+  flag(parser, "--json", "print JSON")
+  return run(parser, arguments, _score)
 
 
 def _score(options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from vqjax.commands.console import new_parser, option, run
 from vqjax.lab import exits, report
 from vqjax.lm import records
 
@@ -19,11 +20,28 @@ __all__ = []
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Run the command; return its exit code: 2 for a wrong call."""
-  options = _parser().parse_args(arguments)
-  try:
-    runs = _read_runs(options.folder)
-  except (OSError, ValueError) as error:
-    return exits.failed(error)
+  parser = new_parser(
+    "table",
+    "Compare the runs below a folder by the JSON that they wrote.",
+    "A missing value is a dash, one of a failed run is 'failed'; the best value is bold.",
+  )
+  parser.add_argument(
+    "folder", type=pathlib.Path, help="a run folder, or a folder with run folders"
+  )
+  option(parser, "--html", "write an HTML page", pathlib.Path)
+  option(parser, "--title", "title of the page (default: the folder's name)")
+  option(parser, "--markdown", "write the table in Markdown", pathlib.Path)
+  option(
+    parser,
+    "--png",
+    "plot head bytes against perplexity in FILE, and the loss curves in FILE with -loss",
+    pathlib.Path,
+  )
+  return run(parser, arguments, _table)
+
+
+def _table(options: argparse.Namespace) -> int:
+  runs = _read_runs(options.folder)
   columns = report.default_columns(runs)
   console = Console()
   console.print(report.console_table(columns, runs, console.width))
@@ -40,29 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exits.say(f"error: cannot write: {error}. Give another file.")
     return 2
   return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="vqjax table",
-    description="Compare the runs below a folder by the JSON that they wrote.",
-    epilog="A missing value is a dash, one of a failed run is 'failed'; the best value is bold.",
-  )
-  parser.add_argument(
-    "folder", type=pathlib.Path, help="a run folder, or a folder with run folders"
-  )
-  parser.add_argument("--html", type=pathlib.Path, metavar="FILE", help="write an HTML page")
-  parser.add_argument("--title", help="title of the page (default: the folder's name)")
-  parser.add_argument(
-    "--markdown", type=pathlib.Path, metavar="FILE", help="write the table in Markdown"
-  )
-  parser.add_argument(
-    "--png",
-    type=pathlib.Path,
-    metavar="FILE",
-    help="plot head bytes against perplexity in FILE, and the loss curves in FILE with -loss",
-  )
-  return parser
 
 
 def _read_runs(folder: pathlib.Path) -> list[report.Run]:

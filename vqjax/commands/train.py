@@ -7,7 +7,8 @@ import argparse
 import pathlib
 import sys
 
-from vqjax.commands.run_folders import config_parser, print_result, with_config
+from vqjax.commands.console import option
+from vqjax.commands.runs import config_parser, print_result, with_config
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.exits import LESS_OF_A_STEP
 from vqjax.lab.training import distributed, fit
@@ -30,7 +31,18 @@ they find each other; elsewhere, start the same command on each machine:
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call, 128 + n for signal n."""
-  return with_config(_parser(), arguments, _train, before=_join, out_of_memory=LESS_OF_A_STEP)
+  parser = config_parser("train", "Train one experiment.", EXAMPLES)
+  option(parser, "--run", "run folder (default: runs/NAME-HASH)", pathlib.Path, metavar="DIR")
+  several = parser.add_argument_group("several processes")
+  option(several, "--coordinator", "address of process 0", metavar="HOST:PORT")
+  option(several, "--num-processes", "number of processes; 1 runs alone", int)
+  option(several, "--process-id", "number of this process, from 0", int, metavar="I")
+  seconds = {"metavar": "SECONDS"}
+  text = "time to wait for the other processes"
+  option(several, "--patience", text, float, distributed.PATIENCE, **seconds)
+  text = "time without a heartbeat after which a process counts as dead"
+  option(several, "--silence", text, float, distributed.SILENCE, **seconds)
+  return with_config(parser, arguments, _train, before=_join, out_of_memory=LESS_OF_A_STEP)
 
 
 def _join(options: argparse.Namespace) -> None:
@@ -52,31 +64,3 @@ def _train(experiment: Experiment, options: argparse.Namespace) -> None:
   result = fit(experiment, folder)
   if distributed.is_main():
     print_result(result, folder)
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = config_parser("train", "Train one experiment.", EXAMPLES)
-  parser.add_argument(
-    "--run", type=pathlib.Path, metavar="DIR", help="run folder (default: runs/NAME-HASH)"
-  )
-  several = parser.add_argument_group("several processes")
-  several.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-  several.add_argument(
-    "--num-processes", type=int, metavar="N", help="number of processes; 1 runs alone"
-  )
-  several.add_argument("--process-id", type=int, metavar="I", help="number of this process, from 0")
-  several.add_argument(
-    "--patience",
-    type=float,
-    default=distributed.PATIENCE,
-    metavar="SECONDS",
-    help="time to wait for the other processes (default: %(default)g)",
-  )
-  several.add_argument(
-    "--silence",
-    type=float,
-    default=distributed.SILENCE,
-    metavar="SECONDS",
-    help="time without a heartbeat after which a process counts as dead (default: %(default)g)",
-  )
-  return parser

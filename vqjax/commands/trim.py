@@ -8,8 +8,8 @@ import dataclasses
 import json
 import pathlib
 
-from vqjax.commands.console import configure_warnings, exit_code
-from vqjax.commands.models import DTYPES
+from vqjax.commands.console import flag, new_parser, option, run
+from vqjax.commands.models import DTYPES, PRETRAINED
 from vqjax.lm.compression.trimming import SCORED, Trimmed, trim
 from vqjax.lm.texts import data_path, read_text
 
@@ -18,40 +18,26 @@ __all__ = []
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call or a damaged model."""
-  parser = argparse.ArgumentParser(
-    prog="vqjax trim",
-    description="Remove the rows of all but the most frequent tokens of a text from a pretrained"
-    " model, and rebuild its tokenizer with those that are left. Special tokens and bytes stay.",
-    epilog="The first nine tenths of each text are counted; the report is measured on the rest.",
+  parser = new_parser(
+    "trim",
+    "Remove the rows of all but the most frequent tokens of a text from a pretrained model, and"
+    " rebuild its tokenizer with those that are left. Special tokens and bytes stay.",
+    "The first nine tenths of each text are counted; the report is measured on the rest.",
   )
-  parser.add_argument("model", help="folder of safetensors, a GGUF, or a .bin file of llama2.c")
-  parser.add_argument(
-    "--keep-tokens", type=int, required=True, metavar="N", help="tokens that are kept"
-  )
-  parser.add_argument(
-    "--text", type=pathlib.Path, required=True, nargs="+", metavar="FILE", help="texts in UTF-8"
-  )
-  parser.add_argument(
-    "--out", type=pathlib.Path, required=True, metavar="FOLDER", help="folder of the new model"
-  )
-  parser.add_argument(
+  parser.add_argument("model", help=PRETRAINED)
+  option(parser, "--keep-tokens", "tokens that are kept", int, required=True)
+  option(parser, "--text", "texts in UTF-8", pathlib.Path, required=True, nargs="+")
+  option(parser, "--out", "folder of the new model", pathlib.Path, required=True, metavar="FOLDER")
+  option(
+    parser,
     "--dtype",
-    choices=DTYPES,
+    "number format in which the model is loaded and scored",
     default="float32",
-    help="number format in which the model is loaded and scored (default: %(default)s)",
+    choices=DTYPES,
   )
-  parser.add_argument(
-    "--scored",
-    type=int,
-    default=SCORED,
-    metavar="N",
-    help="characters that are scored before and after; 0: none (default: %(default)s)",
-  )
-  parser.add_argument("--json", action="store_true", help="print JSON")
-  parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-  options = parser.parse_args(arguments)
-  configure_warnings()
-  return exit_code(lambda: _trim(options), show_traceback=options.traceback)
+  option(parser, "--scored", "characters that are scored before and after; 0: none", int, SCORED)
+  flag(parser, "--json", "print JSON")
+  return run(parser, arguments, _trim)
 
 
 def _trim(options: argparse.Namespace) -> None:

@@ -77,7 +77,7 @@ class ByClusters:
   def __call__(self, stats: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
     """The token at each position."""
     groups = len(sizes)
-    cluster = assign.checked(self.mapping(stats, groups), len(stats.counts), groups)
+    cluster = assign.checked_assignment(self.mapping(stats, groups), len(stats.counts), groups)
     largest_first = lambda sizes: np.argsort(-sizes, kind="stable")
     group_of_cluster = np.empty(groups, np.int64)
     cluster_sizes = np.bincount(cluster, minlength=groups)

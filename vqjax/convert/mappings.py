@@ -171,7 +171,7 @@ class Fixed:
   def __call__(self, stats: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
     """Assignment, int32 [V]."""
     vocab = len(stats.counts)
-    return assign.checked(self.assignment(vocab, codes), vocab, codes)
+    return assign.checked_assignment(self.assignment(vocab, codes), vocab, codes)
 
 
 def _embedded_contexts(stats: TokenStats, width: int, seed: int) -> Float[np.ndarray, "V D"]:

@@ -49,7 +49,7 @@ class CodebookEmbedding(Embedding):
     """The codebook [K, D] and the code of each token [V]."""
     v, k = self.vocab, self.codes
     shape, axes = (k, self.dim), ("codes", "table_embed")
-    make = lambda: assign.checked(self.assignment_init(v, k), v, k)
+    make = lambda: assign.checked_assignment(self.assignment_init(v, k), v, k)
     return {
       "codebook": Variable(shape, axes, self.codebook_init, self.param_dtype, pad_value=0),
       "assignment": integer_variable((v,), ("vocab",), make, pad_value=code_ops.NO_CODE),

@@ -58,7 +58,7 @@ class ClassBasedHead(Head):
   def declare(self) -> Declaration:
     """The weights of classes [C, D] and tokens [V, D], and each token's class."""
     v, d, c, dtype = self.vocab, self.dim, self.classes, self.param_dtype
-    make = lambda: assign.checked(self.assignment_init(v, c), v, c)
+    make = lambda: assign.checked_assignment(self.assignment_init(v, c), v, c)
     axes = ("codes", "table_embed"), ("vocab", "table_embed")
     return {
       "class_weight": Variable((c, d), axes[0], self.class_init, dtype, pad_value=0),

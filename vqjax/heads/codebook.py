@@ -104,7 +104,7 @@ class CodebookHead(Head):
       declared = {"embedding": self.embedding}
     else:
       shape, axes = (k, self.dim), ("codes", "table_embed")
-      make = lambda: assign.checked(self.assignment_init(v, k), v, k)
+      make = lambda: assign.checked_assignment(self.assignment_init(v, k), v, k)
       declared = {
         "codebook": Variable(shape, axes, self.codebook_init, self.param_dtype, pad_value=0),
         "assignment": integer_variable((v,), ("vocab",), make, pad_value=code_ops.NO_CODE),

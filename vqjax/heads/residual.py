@@ -72,7 +72,7 @@ class ResidualCodebookHead(LinearHead):
     }
     if self.token_bias:
       declared["token_bias"] = Variable((v,), ("vocab",), self.bias_init, dtype)
-    make = lambda: assign.checked(self.assignment_init(v, k), v, k)
+    make = lambda: assign.checked_assignment(self.assignment_init(v, k), v, k)
     return declared | {
       "assignment": integer_variable((v,), ("vocab",), make, code_dtype(k), pad_value=0)
     }

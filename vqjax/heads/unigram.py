@@ -69,7 +69,7 @@ class UnigramBias:
     assign.check_shape(np.shape(self.assignment), vocab)
     # An initialiser does not know K. Codes above the last one that is used have no token.
     codes = int(np.max(self.assignment)) + 1
-    code_V = assign.checked(self.assignment, vocab, codes)
+    code_V = assign.checked_assignment(self.assignment, vocab, codes)
     size_K = np.bincount(code_V, minlength=codes)
     # A code without a token has no mean, and none is read.
     mean_K = np.bincount(code_V, count_V, codes) / np.maximum(size_K, 1)

@@ -117,10 +117,10 @@ def guarded(work: Callable[[], int]) -> int:
   except SystemExit as stop:  # of argparse
     return stop.code if isinstance(stop.code, int) else 2
   except BaseException as error:
-    return failed(error)
+    return _failed(error)
 
 
-def failed(error: BaseException) -> int:
+def _failed(error: BaseException) -> int:
   """Print the last line of a command that fails with this error; return its code."""
   code, message = explained(error)
   say(f"error: {message}{kept_noise()}")

@@ -98,7 +98,7 @@ class InFile:
     vocab, dim = weight.shape
     step, best = 0.1, None
     for _ in range(12):
-      quantized = tables.quantize(weight, table.moments, step)
+      quantized = tables.coded_table(weight, table.moments, step)
       used = sum(part.nbytes for part in container.encode_table(quantized).values()) + 2 * vocab
       if used <= size and (best is None or used > best[1]):
         best = quantized, used

@@ -42,7 +42,7 @@ class LensJob:
     steps: steps of descent on the divergence.
     batch: positions of a step.
     window: tokens of a window of text.
-    from_identity: begin with the logit lens, not with the least-squares lens.
+    identity: begin with the logit lens, not with the least-squares lens.
     rate: learning rate of the first step, which falls linearly to 0.
   """
 
@@ -53,7 +53,7 @@ class LensJob:
   steps: int = 250
   batch: int = 2**8
   window: int = 256
-  from_identity: bool = False
+  identity: bool = False
   rate: float = 0.1
 
   def __post_init__(self):
@@ -107,7 +107,7 @@ def fit_lens(job: LensJob, loaded: Any, say: Callable[[str], None]) -> dict[str,
     shape = model.layers + 1, len(rows) * per_window, model.dim
     kept = kept_states(work, streams, shape, rows, bars("streams"))
     train, test = kept[:, : (len(rows) - held_out) * per_window], kept[:, -held_out * per_window :]
-    lens = Lens.identity(model) if job.from_identity else least_squares_lens(_parts(train, 2**10))
+    lens = Lens.identity(model) if job.identity else least_squares_lens(_parts(train, 2**10))
     if job.steps:
       lens = _descend(job, work, model, variables, lens, train, bars("divergence"), say)
     measured = {}
