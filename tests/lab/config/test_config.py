@@ -277,7 +277,8 @@ def test_another_process_has_the_same_hash_and_a_config_imports_its_neighbours(c
   folder.mkdir()
   (folder / "base.py").write_text(config_file.read_text())
   (folder / "pear.py").write_text("from configs.paper.base import experiment")
-  code = "import sys; from vqjax.lab import config; print(config.config_hash(config.load_config(sys.argv[1])))"
+  found = "config_hash(load_config(sys.argv[1]))"
+  code = f"import sys; from vqjax.lab.config import config_hash, load_config; print({found})"
   env = os.environ | {"PYTHONHASHSEED": "17", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
   command = [sys.executable, "-c", code, str(folder / "pear.py")]
   other = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=True)
