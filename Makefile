@@ -105,10 +105,7 @@ test-versions:
 # Hundreds of broken runs, and many examples of the property-based tests: half an hour, and
 # docs/results/faults.md again. The trials that are done are kept in build/, and a second call goes on.
 faults: $(STAMP)
-	@mkdir -p build
-	$(PY) -m tests.faults.campaign --rows build/faults.jsonl --json docs/results/faults.json \
-	  --page docs/results/faults.md
-	@rm build/faults.jsonl
+	$(PY) -m tests.faults.campaign --json docs/results/faults.json --page docs/results/faults.md
 	VQJAX_EXAMPLES=20 $(PY) -m pytest tests/faults/test_parsers.py tests/faults/test_properties.py
 
 lint: $(STAMP)

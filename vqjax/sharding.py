@@ -169,7 +169,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, P(("data", "fsdp")))
 
 
-def _check_batch(rows: int, mesh: Mesh) -> None:
+def check_batch(rows: int, mesh: Mesh) -> None:
   """Raise ValueError unless `data` and `fsdp` divide the rows of a batch."""
   data, fsdp = mesh.shape["data"], mesh.shape["fsdp"]
   if rows % (data * fsdp):

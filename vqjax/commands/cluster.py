@@ -11,11 +11,11 @@ import pathlib
 import sys
 
 from vqjax.commands.console import flag, new_parser, option, run
-from vqjax.commands.runs import exit_code, print_result
+from vqjax.commands.run_folders import exit_code_of_run, print_result
 from vqjax.convert import KMeans
 from vqjax.lab.config import config_hash, load_config, override
-from vqjax.lab.conversion import CODEBOOK, FULL, HEAD, compress
 from vqjax.lab.exits import LESS_OF_A_STEP
+from vqjax.lab.starting_points import CODEBOOK, FULL, HEAD, fine_tuned_codebook
 from vqjax.lab.training import fit
 
 __all__ = []
@@ -48,13 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
   option(parser, "--distillation", "coefficient of the divergence from the dense model", float, 0.0)
   option(parser, "--temperature", "temperature of the distillation", float, 1.0)
   option(parser, "--out", "run folder (default: runs/NAME-HASH)", pathlib.Path, metavar="DIR")
-  ending = functools.partial(exit_code, out_of_memory=LESS_OF_A_STEP)
+  ending = functools.partial(exit_code_of_run, out_of_memory=LESS_OF_A_STEP)
   return run(parser, arguments, _compress, ending=ending)
 
 
 def _compress(options: argparse.Namespace) -> None:
   dense = override(load_config(options.config), options.overrides)
-  experiment = compress(
+  experiment = fine_tuned_codebook(
     dense,
     options.folder,
     codes=options.codes,

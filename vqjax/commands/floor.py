@@ -18,12 +18,12 @@ from rich.table import Table
 
 from vqjax import CodebookHead, assign
 from vqjax.commands.console import option
-from vqjax.commands.runs import config_parser, with_config
+from vqjax.commands.run_folders import config_parser, with_config
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.data import fingerprint, fit_tokenizer
-from vqjax.lab.data.cache import count_tokens
+from vqjax.lab.data.token_cache import count_tokens
 from vqjax.lab.training.program import keys
-from vqjax.lab.training.run import EncodedText, load_text
+from vqjax.lab.training.run_folder import EncodedText, load_text
 from vqjax.lab.training.step import init_state
 from vqjax.lm import records
 

@@ -84,8 +84,8 @@ def _vocabulary(options: argparse.Namespace) -> None:
   # The package of scientific plots is slow to load, and inspecting parts does not need it.
   from vqjax.commands.models import load_model
   from vqjax.lm.checkpoints import RUNTIMES
+  from vqjax.lm.table_readings import sections, table_readings, write_table_page
   from vqjax.lm.texts import data_path, read_text
-  from vqjax.lm.vocabulary import sections, table_readings, write_page
   from vqjax.tables.container import UNPACKED
 
   text = None
@@ -106,7 +106,7 @@ def _vocabulary(options: argparse.Namespace) -> None:
         table.add_row(*map(escape, row))
       console.print(table)
   if options.page is not None:
-    write_page(found, options.page, pathlib.Path(options.model).name)
+    write_table_page(found, options.page, pathlib.Path(options.model).name)
     say(f"page: {options.page}")
 
 

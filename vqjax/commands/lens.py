@@ -20,10 +20,10 @@ from rich.text import Text
 from vqjax.commands.console import flag, new_parser, option, run
 from vqjax.commands.models import add_arguments, load_model
 from vqjax.lab.exits import say
-from vqjax.lm.generation.text import visible
+from vqjax.lm.generation.text_stream import visible
 from vqjax.lm.lenses import lens_readings, load_lens
 from vqjax.lm.lenses.fitting import LensJob, fit_lens
-from vqjax.lm.lenses.page import Reading, write_page
+from vqjax.lm.lenses.reading_page import Reading, write_reading_page
 from vqjax.lm.lenses.tuned import blocks_read
 from vqjax.lm.texts import data_path, read_text
 
@@ -152,7 +152,7 @@ def _show(options: argparse.Namespace) -> None:
       divergences["logit lens"] = plain.kl.mean(axis=(1, 2)).tolist()
     name = "tuned lens" if lens is not None else "logit lens"
     divergences[name] = found.kl.mean(axis=(1, 2)).tolist()
-    write_page(reading, options.page, title, divergences)
+    write_reading_page(reading, options.page, title, divergences)
     say(f"page: {options.page}")
 
 

@@ -13,10 +13,10 @@ import jax
 from rich.console import Console
 
 from vqjax.commands.console import option
-from vqjax.commands.runs import config_parser, with_config
+from vqjax.commands.run_folders import config_parser, with_config
 from vqjax.lab.config import Experiment
-from vqjax.lab.plan import chips, compiling, report
-from vqjax.lab.plan.plan import plan, with_vocab
+from vqjax.lab.plan import chips, compiling, printing
+from vqjax.lab.plan.step_plan import step_plan, with_vocab_everywhere
 from vqjax.lm import records
 from vqjax.sharding import make_mesh
 
@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plan(experiment: Experiment, options: argparse.Namespace) -> None:
-  found = _planned(with_vocab(experiment, options.vocab), options)
-  report.show(found, Console())
+  found = _planned(with_vocab_everywhere(experiment, options.vocab), options)
+  printing.show_plan(found, Console())
   if options.json:
     records.write(options.json, found)
 
@@ -70,4 +70,4 @@ def _planned(experiment: Experiment, options: argparse.Namespace) -> dict[str, A
   else:
     chip, devices = chips.gpu(options.device_kind), compiling.simulated_devices(options.devices)
   mesh = make_mesh(experiment.train.mesh, devices)
-  return {"topology": options.topology} | plan(experiment, mesh, chip)
+  return {"topology": options.topology} | step_plan(experiment, mesh, chip)

@@ -93,7 +93,7 @@ def with_config(
   return exit_code_of_run(work, show_traceback=options.traceback, out_of_memory=out_of_memory)
 
 
-def _print_result(result: Mapping[str, Any], folder: pathlib.Path) -> None:
+def print_result(result: Mapping[str, Any], folder: pathlib.Path) -> None:
   """Print the scores of a finished run and the path of its result."""
   for split in ("valid", "test"):
     score = result[split]

@@ -8,7 +8,7 @@ import pathlib
 import sys
 
 from vqjax.commands.console import option
-from vqjax.commands.runs import config_parser, print_result, with_config
+from vqjax.commands.run_folders import config_parser, print_result, with_config
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.exits import LESS_OF_A_STEP
 from vqjax.lab.training import distributed, fit

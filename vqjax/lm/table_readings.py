@@ -32,7 +32,7 @@ SHARES = (0.5, 0.9, 0.99)
 """Shares of the variance of which the directions are counted."""
 
 
-def _table_readings(
+def table_readings(
   trained: Loaded,
   *,
   text: str | None = None,
@@ -146,7 +146,7 @@ def _plain(value):
   return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _sections(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+def sections(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
   """The readings as tables: a title, the names of the columns, and rows of text."""
   made = []
   number = lambda value: "–" if value is None else f"{value:,.3g}"
@@ -198,10 +198,10 @@ def _shown(text):
   return visible(text).replace(" ", "␣")
 
 
-def _write_table_page(found: dict[str, Any], path: str | os.PathLike, title: str) -> None:
+def write_table_page(found: dict[str, Any], path: str | os.PathLike, title: str) -> None:
   """Write a page that loads nothing from outside, and replaces an older one atomically."""
   parts = []
-  for heading, columns, rows in _sections(found):
+  for heading, columns, rows in sections(found):
     lines = ([element("td", html.escape(cell)) for cell in row] for row in rows)
     parts.append(element("h2", html.escape(heading)) + html_table(columns, lines, "text", heading))
   figure, axes = blank(height=3.2)

@@ -11,7 +11,7 @@ from vqjax.lab.report import units
 __all__ = []
 
 
-def _show_plan(found: dict[str, Any], console: Console) -> None:
+def show_plan(found: dict[str, Any], console: Console) -> None:
   """Print a plan as tables."""
   mesh = ", ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
   console.print(
