@@ -103,7 +103,7 @@ test-versions:
 	done
 
 # Hundreds of broken runs, and many examples of the property-based tests: half an hour, and
-# docs/results/faults.md again. The trials that are done are kept in build/, and a second call goes on.
+# docs/results/faults.md again. A second call goes on where the first one ended.
 faults: $(STAMP)
 	$(PY) -m tests.faults.campaign --json docs/results/faults.json --page docs/results/faults.md
 	VQJAX_EXAMPLES=20 $(PY) -m pytest tests/faults/test_parsers.py tests/faults/test_properties.py

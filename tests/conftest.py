@@ -73,12 +73,6 @@ def pytest_collection_modifyitems(items):
 MOST_PROGRAMS = 20
 """Programs of a fast test: to lower each takes 13 ms, which no cache saves (`tests/jitted.py`)."""
 
-EXEMPT = {
-  *("assign", "commands", "convert", "embeddings", "experiments", "faults", "lab", "ops"),
-  *("quantizers", "test_cli.py", "test_doctests.py", "test_examples.py"),
-}
-"""Folders and files of `tests` whose tests may still compile more."""
-
 EVENTS = collections.Counter()
 """What JAX has reported so far, by the names of its events."""
 
@@ -96,8 +90,7 @@ def _few_programs(request, programs):
   """Fails a fast test that compiles more than `MOST_PROGRAMS`, or than its mark `programs` says."""
   before = programs()
   yield
-  folder = request.path.relative_to(pathlib.Path(__file__).parent).parts[0]
-  if not request.node.get_closest_marker("slow") and folder not in EXEMPT:
+  if not request.node.get_closest_marker("slow"):
     made, mark = programs() - before, request.node.get_closest_marker("programs")
     most = mark.args[0] if mark else MOST_PROGRAMS
     assert made <= most, f"{made} programs: compute what is compared in one `jax.jit`"

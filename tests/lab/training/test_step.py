@@ -202,7 +202,7 @@ def text_batch():
 def test_variables_that_the_model_writes_pass_through_micro_batches_and_steps(accumulate):
   state = init_state(counting_model(), optax.sgd(0.1), jax.random.key(0))
   assert int(state.model_state["counts"]["head"]["passes"]) == 0
-  codes = np.asarray(state.model_state["codes"]["head"]["assignment"])
+  codes = np.array(state.model_state["codes"]["head"]["assignment"])
   where = state.model_state["codes"]["head"]["assignment"].unsafe_buffer_pointer()
   step = make_step(counting_model(), optax.sgd(0.1), lambda _: 0.1, jax.random.key(1), accumulate)
   for _ in range(3):
