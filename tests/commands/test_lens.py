@@ -48,6 +48,7 @@ def fitted(folder, text, tmp_path_factory):
   return out, json.loads(printed.getvalue())
 
 
+@pytest.mark.programs(80)  # of the fit
 def test_a_fitted_lens_is_nearer_at_every_block_and_its_page_is_whole(
   folder, fitted, tmp_path, capsys
 ):

@@ -10,7 +10,7 @@ import pytest
 from tests import reference
 from tests.contract import HeadContract
 from tests.contract_on_meshes import as_float64
-from tests.jitted import random_variables, results, run
+from tests.jitted import initial_variables, random_variables, results, run
 from vqjax import CentroidQuantizer, DPQHead, MovingAverage, SoftmaxQuantizer
 from vqjax.convert import to_head
 
@@ -82,7 +82,7 @@ def test_it_learns_and_converts_to_a_product_head(quantizer):
   """Statistics and centroids follow the targets; conversion keeps the distribution."""
   head = DPQHead(40, 12, quantizer, use_bias=True)
   hidden, tokens = np.random.default_rng(0).standard_normal((40, 12), np.float32), np.arange(40)
-  variables = random_variables(head)
+  variables = initial_variables(head)
   rest = {name: tree for name, tree in variables.items() if name != "params"}
   params, optimizer = variables["params"], optax.adam(0.02)
   state = optimizer.init(params)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.contract import HeadContract
-from tests.jitted import random_variables, results
+from tests.jitted import initial_variables, results
 from vqjax import CodebookHead, LearnedCodebookHead
 from vqjax.convert import frozen
 from vqjax.heads.learned_codebook import spread_candidates
@@ -60,7 +60,7 @@ def test_training_draws_codes_with_a_gradient_for_the_choice_until_it_is_anneale
     fixed = -HEAD.apply(variables, HIDDEN, TOKENS, method="log_prob").mean()
     return loss, fixed, variables | written, gradient["choice"]
 
-  losses, state = [], random_variables(HEAD)
+  losses, state = [], initial_variables(HEAD)
   for at in range(6):
     loss, fixed, state, choice = jax.device_get(step(state, at))
     losses.append(float(loss))
@@ -76,7 +76,7 @@ def test_evaluation_has_no_noise_and_changes_nothing():
     log_prob, _ = HEAD.apply(variables, HIDDEN, TOKENS, rngs=rngs, method="loss_terms")
     return log_prob, HEAD.apply(variables, HIDDEN, TOKENS, method="log_prob")
 
-  np.testing.assert_array_equal(*results(both, random_variables(HEAD)))
+  np.testing.assert_array_equal(*results(both, initial_variables(HEAD)))
 
 
 def test_the_choice_learns_the_better_code():
@@ -93,7 +93,7 @@ def test_the_choice_learns_the_better_code():
     params = params | {"choice": params["choice"] - 2.0 * gradient["choice"]}
     return variables | written | {"params": params}
 
-  variables = random_variables(head)
+  variables = initial_variables(head)
   variables["params"]["codebook"] = codebook
   trained = results(lambda v: jax.lax.fori_loop(0, 150, step, v), variables)
   assert frozen(trained)["codes"]["assignment"].tolist() == [1, 0, 1, 0]

@@ -11,7 +11,7 @@ from flax import linen as nn
 from tests import reference
 from tests.contract import HeadContract
 from tests.contract_on_meshes import as_float64
-from tests.jitted import abstract_variables, random_variables, results, run
+from tests.jitted import abstract_variables, initial_variables, random_variables, results, run
 from vqjax.assign.multiple import mixed_radix
 from vqjax.heads import LearnedProductHead, ProductHead
 from vqjax.heads.product import sub_vector_init
@@ -175,7 +175,7 @@ def test_initialisers_may_be_partitioned():
 
 def test_initial_rows_have_unit_length_on_average():
   head = ProductHead(500, 64, 50, 8)
-  variables = random_variables(head)
+  variables = initial_variables(head)
   rows = composed(variables["codes"]["codes"], variables["params"]["tables"])
   np.testing.assert_allclose((rows**2).sum(-1).mean(), 1, rtol=0.1)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests import reference
 from tests.contract import HeadContract
-from tests.jitted import random_variables, results
+from tests.jitted import initial_variables, results
 from vqjax import CodebookHead, assign
 from vqjax.heads import ResidualCodebookHead
 
@@ -42,7 +42,7 @@ def test_it_starts_as_the_codebook_head_and_learns_to_distinguish_tokens_of_a_co
     gradient = jax.grad(loss, allow_int=True)(variables)["params"]["low"]
     return head.apply(variables, hidden), plain.apply(same, hidden), gradient
 
-  logits, expected, gradient = results(program, random_variables(head))
+  logits, expected, gradient = results(program, initial_variables(head))
   np.testing.assert_allclose(logits, expected, rtol=1e-6, atol=1e-6)
   assert (gradient != 0).any()
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.jitted import random_variables, results, run
+from tests.jitted import initial_variables, results, run
 from vqjax import CodebookHead, assign
 from vqjax.heads.unigram import UnigramBias, UnigramProposal
 from vqjax.ops import codes as code_ops
@@ -21,7 +21,7 @@ def head():
 def test_tokens_on_a_code_start_with_their_smoothed_unigram():
   hidden = np.tile(np.random.default_rng(0).standard_normal(4, np.float32), (7, 1))
   log_prob = lambda own, h: own.log_prob(h, jnp.arange(7))
-  log_prob = run(head(), random_variables(head()), log_prob, hidden)
+  log_prob = run(head(), initial_variables(head()), log_prob, hidden)
   for code in (0, 2, 4):
     on = code == TABLE
     found = np.exp(np.asarray(log_prob, np.float64)[on])

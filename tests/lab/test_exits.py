@@ -22,7 +22,7 @@ def ended(tmp_path):
   def end(body, signum=None):
     code = f"import sys, time\nprint('started', flush=True)\n{textwrap.dedent(body)}"
     (tmp_path / "program.py").write_text(code)
-    run = "from vqjax.lab import exits; exits.run('program', [])"
+    run = "from vqjax.lab import exits; exits.run_module('program', [])"
     process = subprocess.Popen(
       [sys.executable, "-c", run],
       env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}", "TMPDIR": str(tmp_path)},
@@ -83,7 +83,11 @@ def test_a_signal_under_nohup_is_ignored(tmp_path):
   body = "main = lambda arguments: os.kill(os.getpid(), signal.SIGHUP) or 7"
   (tmp_path / "program.py").write_text(f"import os, signal\n{body}")
   done = subprocess.run(
-    [sys.executable, "-c", f"{ignore} from vqjax.lab import exits; exits.run('program', [])"],
+    [
+      sys.executable,
+      "-c",
+      f"{ignore} from vqjax.lab import exits; exits.run_module('program', [])",
+    ],
     env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"},
     check=False,
   )
@@ -157,9 +161,9 @@ def test_an_error_is_one_line_and_a_code(error, code, part, capsys, tmp_path, mo
 @pytest.mark.parametrize(
   ("command", "work", "options", "is_training"),
   [
-    ("train", "train", ["configs/lm_dense.py"], True),
+    ("train", "_train", ["configs/lm_dense.py"], True),
     ("cluster", "_compress", ["configs/lm_dense.py", "run"], True),
-    ("corpus", "count", ["configs/lm_dense.py"], False),
+    ("corpus", "_print_counts", ["configs/lm_dense.py"], False),
     ("generate", "_generate", ["model", "--prompt", "a"], False),
     (
       "compress",
@@ -187,7 +191,7 @@ def test_the_remedy_of_exhausted_memory_is_one_of_the_command(
 
 def test_a_limit_on_addresses_that_would_end_in_a_crash_is_refused(ended):
   limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (10**9, 10**9));"
-  run = f"{limit} from vqjax.lab import exits; exits.run('program', [])"
+  run = f"{limit} from vqjax.lab import exits; exits.run_module('program', [])"
   done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=False)
   assert done.returncode == 2
   assert done.stderr.startswith("error: the limit on addresses must be at least")

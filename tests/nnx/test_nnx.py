@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import vqjax
+from tests.jitted import random_variables
 from vqjax import embeddings, heads, quantizers
 from vqjax import nnx as layers
 from vqjax.layer import Layer
@@ -65,18 +66,21 @@ HIDDEN = np.random.default_rng(2).standard_normal((3, 5, D), np.float32)
 TOKENS = np.random.default_rng(3).integers(0, V, (3, 5))
 
 
-def constructed(name, seed=0):
-  return getattr(layers, name)(V, D, **(HEADS | EMBEDDINGS)[name], rngs=nnx.Rngs(seed))
+def abstract(name):
+  """A layer of shapes."""
+  fields = (HEADS | EMBEDDINGS)[name]
+  return nnx.eval_shape(lambda: getattr(layers, name)(V, D, **fields, rngs=nnx.Rngs(0)))
 
 
 @functools.cache
-def kept(name):
-  return nnx.jit(lambda: constructed(name))()
+def kept(name, seed):
+  layer, given = abstract(name).layer, HIDDEN if name in HEADS else TOKENS
+  return layers.from_linen(layer, jax.device_put(random_variables(layer, given, seed=seed)))
 
 
-def made(name):
-  """A new layer, whose variables are computed once."""
-  return nnx.clone(kept(name))
+def made(name, seed=1):
+  """A new layer with random parameters, which are made once."""
+  return nnx.clone(kept(name, seed))
 
 
 log_prob = nnx.jit(lambda head: head.log_prob(HIDDEN, TOKENS))
@@ -95,7 +99,7 @@ def test_every_layer_has_an_nnx_class_and_every_class_a_case():
 
 @pytest.mark.parametrize("name", HEADS | EMBEDDINGS)
 def test_a_new_layer_has_the_variables_of_the_linen_layer(name):
-  layer = nnx.eval_shape(lambda: constructed(name))
+  layer = abstract(name)
   given = np.zeros((1, D), np.float32) if name in HEADS else np.zeros(1, np.int32)
   expected = jax.eval_shape(lambda: layer.layer.init(jax.random.key(0), given))
   shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
@@ -114,22 +118,20 @@ def test_a_new_layer_has_the_variables_of_the_linen_layer(name):
 
 
 def check_methods(layer, **calls):
-  """The results of methods equal those of the Linen layer, bit by bit."""
-
-  @nnx.jit
-  def both(layer):
-    variables = layer.linen_variables()
-    call = lambda name, args: layer.layer.apply(variables, *args, method=name)
-    linen = {name: call(name, args) for name, args in calls.items()}
-    return {name: getattr(layer, name)(*args) for name, args in calls.items()}, linen
-
-  assert_equal(*both(layer))
+  """Methods are the programs of the Linen layer, operation by operation."""
+  graph, state = nnx.split(layer)
+  merged = lambda state: nnx.merge(graph, state)
+  linen = lambda layer, name, args: layer.layer.apply(layer.linen_variables(), *args, method=name)
+  for name, args in calls.items():
+    own = jax.make_jaxpr(lambda state, n=name, a=args: getattr(merged(state), n)(*a))(state)
+    wanted = jax.make_jaxpr(lambda state, n=name, a=args: linen(merged(state), n, a))(state)
+    assert str(own) == str(wanted)
 
 
 # The contract has all heads.
 def test_the_methods_of_a_head_equal_those_of_the_linen_head():
   check_methods(
-    made("CodebookHead"),
+    abstract("CodebookHead"),
     __call__=(HIDDEN,),
     log_prob=(HIDDEN, TOKENS),
     loss_terms=(HIDDEN, TOKENS),
@@ -140,7 +142,7 @@ def test_the_methods_of_a_head_equal_those_of_the_linen_head():
 
 @pytest.mark.parametrize("name", EMBEDDINGS)
 def test_the_methods_of_an_embedding_equal_those_of_the_linen_embedding(name):
-  check_methods(made(name), __call__=(TOKENS,), table=(), loss_terms=(TOKENS,))
+  check_methods(abstract(name), __call__=(TOKENS,), table=(), loss_terms=(TOKENS,))
 
 
 @pytest.mark.parametrize("name", ["DPQHead", "ProductHead", "ComposedEmbedding"])
@@ -152,7 +154,7 @@ def test_linen_variables_become_an_equal_layer(name):
 
 
 def test_fields_sizes_and_axes_are_those_of_the_linen_layer():
-  head = nnx.eval_shape(lambda: constructed("CodebookHead"))
+  head = abstract("CodebookHead")
   assert (head.vocab, head.codes) == (V, 13)
   assert head.size() == head.layer.size()
   assert head.logical_axes() == head.layer.logical_axes()
@@ -200,7 +202,7 @@ def test_a_copy_computes_the_same(copied):
 
 
 def test_a_field_with_the_name_of_a_variable_keeps_its_value():
-  head = nnx.eval_shape(lambda: constructed("ProductHead"))
+  head = abstract("ProductHead")
   assert head.codes == 5
   assert head.codes_array.shape == (V, 4)
 
@@ -354,7 +356,7 @@ def test_orbax_restores_a_layer(name, tmp_path):
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "head", nnx.to_pure_dict(nnx.state(head)))
     checkpointer.wait_until_finished()
-    graph, state = nnx.split(nnx.jit(lambda: constructed(name, seed=9))())
+    graph, state = nnx.split(made(name, seed=9))
     restored = checkpointer.restore(tmp_path / "head", nnx.to_pure_dict(state))
   nnx.replace_by_pure_dict(state, restored)
   assert_equal(log_prob(nnx.merge(graph, state)), log_prob(head))
