@@ -38,7 +38,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 # `make check` checks the shapes and types of every public signature while the tests run.
 if os.environ.get("VQJAX_RUNTIME_TYPES"):
   import jaxtyping
+  import numpy as np
 
+  # NumPy's arrays are as good as JAX's: shapes and dtypes are what is checked.
+  jaxtyping.Array = jax.Array | np.ndarray
   _hook = jaxtyping.install_import_hook(
     [
       "vqjax.ops",

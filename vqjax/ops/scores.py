@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,8 +144,8 @@ class ScoreOptions:
     function = self.output if self.softcap is None else Softcap(self.softcap)
     object.__setattr__(self, "function", function)
 
-  def resolved(self, hidden: Array, weight: Array) -> "ScoreOptions":
-    """The options with the dtype of the products' operands; `weight` may be a `RowFactory`."""
+  def resolved(self, hidden: Array, weight: Any) -> "ScoreOptions":
+    """The options with the dtype of the products' operands; `weight` is anything with a dtype."""
     dtype = self.dtype or jnp.promote_types(hidden.dtype, weight.dtype)
     return dataclasses.replace(self, dtype=jnp.dtype(dtype))
 

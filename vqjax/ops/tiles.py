@@ -111,9 +111,10 @@ class Linear:
     options: with the dtype of the products' operands.
   """
 
-  hidden: Array
-  weight: RowFactory
-  bias: Array | None
+  # Untyped, because transformations put other objects into the leaves of a pytree.
+  hidden: Any
+  weight: Any
+  bias: Any
   options: ScoreOptions = dataclasses.field(metadata={"static": True})
 
   @classmethod
