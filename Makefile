@@ -73,15 +73,15 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
-# Every test once, the slow ones too: run-time types, meshes, several processes, the studies' smoke runs;
+# Every test once, the slow ones too: meshes, several processes, the studies' smoke runs;
 # and the mathematics as users' programs compute it, with this machine's vector instructions.
 check: $(STAMP)
-	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(TYPED) $(addprefix --ignore=,$(NUMERIC))
-	$(PYTEST) tests $(addprefix --ignore=,$(TYPED))
-	VQJAX_RUNTIME_TYPES=1 $(OPTIMISED)=$(NATIVE) $(PYTEST) $(NUMERIC)
+	$(PYTEST) tests $(addprefix --ignore=,$(NUMERIC))
+	$(OPTIMISED)=$(NATIVE) $(PYTEST) $(NUMERIC)
 
 # Before a release: also older vector instructions, further versions of Python, and the broken runs.
 test-all: check
+	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(TYPED)
 	for isa in $(OLDER); do $(OPTIMISED)=$$isa $(PYTEST) -m "not slow" $(NUMERIC) || exit 1; done
 	$(MAKE) test-versions
 	$(MAKE) faults
