@@ -35,7 +35,7 @@ gc.set_threshold(50_000, 20, 50)
 # programs that a test starts see one device, as a user would.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# `make check` checks the shapes and types of every public signature while the tests run.
+# `make test-all` checks the shapes and types of every public signature while the tests run.
 if os.environ.get("VQJAX_RUNTIME_TYPES"):
   import jaxtyping
   import numpy as np
