@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from ml_dtypes import bfloat16
 
 import vqjax
 from tests import tiny
+from tests.jitted import initial_variables, results
 from vqjax import convert
 from vqjax.embeddings import ProductEmbedding, ScalarEmbedding, compact_file
 
@@ -33,7 +33,7 @@ FORMS = {
 def written(request, tmp_path_factory):
   """The file of a form, and the compact embedding in it, with a bias in every second one."""
   embedding, tmp_path = FORMS[request.param], tmp_path_factory.mktemp("written")
-  small = embedding.compact(embedding.init(jax.random.key(0), jnp.arange(3)))
+  small = embedding.compact(initial_variables(embedding, np.arange(3)))
   bias = np.random.default_rng(0).normal(size=V).astype(np.float32)
   small = small.__class__(**vars(small) | {"bias": bias if small.subspaces != 4 else None})
   small.save(tmp_path / "small.safetensors")
@@ -62,7 +62,7 @@ def test_scores_are_products_with_the_vectors_plus_the_bias(saved, batch):
   path, small = saved
   hidden = np.random.default_rng(0).normal(size=(*batch, D)).astype(np.float32)
   found = torch_reader.TorchCompactEmbedding(path).scores(torch.tensor(hidden))
-  expected = hidden.astype(np.float64) @ np.asarray(small.table(), np.float64).T
+  expected = hidden.astype(np.float64) @ results(small.table).astype(np.float64).T
   expected = expected if small.bias is None else expected + small.bias
   assert found.dtype == torch.float32
   np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -84,23 +84,23 @@ def test_scalar_codes_are_read_at_their_bits(bits, tmp_path):
   small = embedding.compact(convert.to_levels(embedding, rows))
   small.save(tmp_path / "small.safetensors")
   found = torch_reader.TorchCompactEmbedding(tmp_path / "small.safetensors")(torch.arange(V))
-  np.testing.assert_array_equal(found, small.table())
+  np.testing.assert_array_equal(found, results(small.table))
 
 
 def test_vectors_are_rounded_to_the_dtype_of_the_embedding(tmp_path):
   embedding = ProductEmbedding(V, D, 6, 4, dtype=jnp.bfloat16)
-  small = embedding.compact(embedding.init(jax.random.key(0), jnp.arange(3)))
+  small = embedding.compact(initial_variables(embedding, np.arange(3)))
   small.save(tmp_path / "small.safetensors")
   found = torch_reader.TorchCompactEmbedding(tmp_path / "small.safetensors")(torch.arange(V))
   assert found.dtype == torch.bfloat16
-  np.testing.assert_array_equal(found.float(), np.asarray(small.table(), np.float32))
+  np.testing.assert_array_equal(found.float(), results(small.table).astype(np.float32))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copied", [True, False])
 def test_neither_the_module_nor_a_copy_of_its_file_imports_jax(copied, tmp_path):
   embedding = FORMS["product"]
-  small = embedding.compact(embedding.init(jax.random.key(0), jnp.arange(3)))
+  small = embedding.compact(initial_variables(embedding, np.arange(3)))
   small.save(tmp_path / "small.safetensors")
   (tmp_path / "reader.py").write_text(pathlib.Path(torch_reader.__file__).read_text())
   script = (
@@ -149,6 +149,7 @@ def test_a_file_that_contradicts_itself_is_refused(saved, old, new, message):
     torch_reader.TorchCompactEmbedding(path)
 
 
+@pytest.mark.programs(40)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_table_of_torch_is_compressed_as_one_of_numpy(dtype):
   table = torch.nn.Parameter(torch.randn(V, D, generator=torch.manual_seed(0)).to(dtype))

@@ -3,28 +3,10 @@
 `Moments` says which errors cost how much, `coded_table` turns a table into a `CodedTable` of
 integers, and `ideal_bits` counts the bits that an entropy coder needs for them. `pack` encodes a
 table in bits that a `PackedHead` scores and a `PackedEmbedding` looks up where they lie.
+
+Names are imported when they are first used, so that `torch_reader` does not load JAX.
 """
 
-from vqjax.tables.coded import (
-  CodedTable,
-  Transform,
-  coded_table,
-  ideal_bits,
-  probabilities,
-  transform,
-)
-from vqjax.tables.moments import Moments
-from vqjax.tables.packing import PackedTable, pack, units_of
+import lazy_loader
 
-__all__ = [
-  "CodedTable",
-  "Moments",
-  "PackedTable",
-  "Transform",
-  "coded_table",
-  "ideal_bits",
-  "pack",
-  "probabilities",
-  "transform",
-  "units_of",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

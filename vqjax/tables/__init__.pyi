@@ -1,0 +1,10 @@
+from .coded import CodedTable as CodedTable
+from .coded import Transform as Transform
+from .coded import coded_table as coded_table
+from .coded import ideal_bits as ideal_bits
+from .coded import probabilities as probabilities
+from .coded import transform as transform
+from .moments import Moments as Moments
+from .packing import PackedTable as PackedTable
+from .packing import pack as pack
+from .packing import units_of as units_of
