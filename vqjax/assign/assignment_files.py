@@ -10,6 +10,7 @@ from jaxtyping import Int
 from numpy.typing import ArrayLike
 
 from vqjax.assign.checks import checked_assignment
+from vqjax.outputs import write_text
 
 __all__ = ["load_assignment", "save_assignment"]
 
@@ -37,9 +38,7 @@ def save_assignment(
       f"`fingerprint` must be one word; got {fingerprint!r}. Give the hash of the tokenizer."
     )
   lines = (f"{token} {code}\n" for token, code in enumerate(table))
-  path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(f"{header}\n{''.join(lines)}", encoding="ascii")
+  write_text(path, f"{header}\n{''.join(lines)}")
 
 
 def load_assignment(

@@ -10,10 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vqjax.lab import exits, signals
+from vqjax.outputs import check_file
 
 __all__ = ["configure_warnings"]
 
-METAVARS = {int: "N", float: "X", pathlib.Path: "FILE"}
+
+class OutputFile(type(pathlib.Path())):
+  """The path of a file that a command writes, which `run` checks before the work."""
+
+
+METAVARS = {int: "N", float: "X", pathlib.Path: "FILE", OutputFile: "FILE"}
 """Names of values in the help of options, by their type."""
 
 
@@ -60,7 +66,14 @@ def run(
   if problem := check(options):
     parser.error(problem)
   configure_warnings()
-  return (ending or exit_code)(lambda: work(options), show_traceback=options.traceback)
+
+  def checked():
+    for name, value in vars(options).items():
+      if isinstance(value, OutputFile):
+        check_file(value, f"--{name}")
+    return work(options)
+
+  return (ending or exit_code)(checked, show_traceback=options.traceback)
 
 
 def configure_warnings() -> None:

@@ -28,8 +28,8 @@ from vqjax.lm.texts import (
   read_texts,
   text_windows,
 )
+from vqjax.outputs import check_output
 from vqjax.tables import Moments
-from vqjax.tables.atomic_files import check_output
 from vqjax.tables.gguf_types import TYPES
 
 __all__ = []
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _export(options: argparse.Namespace) -> None:
   path = data_path(options.model, kind="model")
   # What may be refused comes before the minutes of calibration.
-  check_output(options.out, "--out")
+  check_output(options.out, "--out", folder=options.to in INTEGERS)
   check_tokens(options.tokens)
   if options.to in INTEGERS:
     integer_source(path, INTEGERS[options.to], options.group)

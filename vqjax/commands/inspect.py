@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vqjax.commands.console import flag, new_parser, option, run
+from vqjax.commands.console import OutputFile, flag, new_parser, option, run
 from vqjax.lab.exits import say
 from vqjax.lm.checkpoints import Inspection, inspect
 
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     nargs="+",
     metavar="TOKEN",
   )
-  option(tables, "--page", "write a page of HTML", pathlib.Path)
+  option(tables, "--page", "write a page of HTML", OutputFile)
   return run(
     parser,
     arguments,

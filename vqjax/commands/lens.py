@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vqjax.commands.console import flag, new_parser, option, run
+from vqjax.commands.console import OutputFile, flag, new_parser, option, run
 from vqjax.commands.models import add_arguments, load_model
 from vqjax.lab.exits import say
 from vqjax.lm.generation.text_stream import visible
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     int,
     nargs="+",
   )
-  option(reading, "--page", "write a page of HTML", pathlib.Path)
+  option(reading, "--page", "write a page of HTML", OutputFile)
   fit = parser.add_argument_group("with --fit")
   option(fit, "--out", "the lens to be written", pathlib.Path)
   defaults = {field.name: field.default for field in dataclasses.fields(LensJob)}

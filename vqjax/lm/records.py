@@ -4,7 +4,6 @@ The checksum is the CRC-32 of zlib, which misses no flipped bit and no damage of
 row, and runs at the speed of memory. It guards against failing disks, not against forgery.
 """
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -14,14 +13,14 @@ import pathlib
 import re
 import types
 import typing
-import uuid
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from typing import Any
+
+from vqjax.outputs import write_text
 
 __all__ = [
   "CHECKSUM",
-  "atomic_file",
   "checksum",
   "dumps",
   "parse_json",
@@ -30,7 +29,6 @@ __all__ = [
   "read_json_rows",
   "sealed",
   "write",
-  "write_text",
 ]
 
 CHECKSUM = "checksum"
@@ -274,34 +272,6 @@ def dumps(value: Mapping[str, Any]) -> str:
 def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
   """Write an object to a file with its checksum, whole or not at all."""
   write_text(path, json.dumps(sealed(value), indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-  """Write a text file: a reader sees the old text or the new one."""
-  with atomic_file(pathlib.Path(path)) as file:
-    file.write(text.encode())
-
-
-@contextlib.contextmanager
-def atomic_file(path: pathlib.Path) -> Iterator[BinaryIO]:
-  """Open a file for writing that appears at `path` complete, or not at all.
-
-  It is written beside `path` under another name and renamed at the end, so that neither a killed
-  process nor several processes at once leave a part of it.
-  """
-  path.parent.mkdir(parents=True, exist_ok=True)
-  # Not `tempfile`, whose files only their owner may read.
-  partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-  try:
-    with partial.open("xb") as file:
-      yield file
-      file.flush()
-      os.fsync(file.fileno())
-    partial.replace(path)
-  except BaseException:
-    with contextlib.suppress(OSError):
-      partial.unlink(missing_ok=True)
-    raise
 
 
 def set_aside(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:

@@ -11,7 +11,7 @@ import safetensors.numpy
 from jaxtyping import Float
 from safetensors import SafetensorError
 
-from vqjax.tables.atomic_files import save_file
+from vqjax.tables.tensor_files import save_file
 
 __all__ = ["SHRINKAGE", "Moments"]
 

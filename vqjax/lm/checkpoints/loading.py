@@ -41,8 +41,8 @@ from vqjax.lm.checkpoints.tokenizers import (
 )
 from vqjax.lm.models import Transformer
 from vqjax.sharding import shardings
-from vqjax.tables.atomic_files import release, save_file
 from vqjax.tables.container import SEPARATOR
+from vqjax.tables.tensor_files import release, save_file
 from vqjax.types import Dtype
 
 __all__ = ["Loaded", "decoder", "load", "read_variables", "save"]

@@ -24,7 +24,7 @@ import safetensors.numpy
 from vqjax.convert.packed_table import PackedTable
 from vqjax.lm.checkpoints.gguf_header import Header, read_header
 from vqjax.tables import container
-from vqjax.tables.atomic_files import release
+from vqjax.tables.tensor_files import release
 
 __all__ = ["Tensor"]
 

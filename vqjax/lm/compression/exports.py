@@ -27,7 +27,7 @@ from vqjax.lm.checkpoints.readers import (
   open_source,
   verify_tensor,
 )
-from vqjax.tables.atomic_files import check_output, whole
+from vqjax.outputs import check_output, new_output
 from vqjax.tables.gguf_types import block_type, encode_blocks
 from vqjax.tables.grids import LevelGrid, fit_grid
 from vqjax.tables.moments import Moments
@@ -91,7 +91,7 @@ def export_gguf(
       moments are those of another model.
     FileExistsError: `out` exists.
   """
-  check_output(out)
+  check_output(out, folder=False)
   source = gguf_source(path, kind, head_kind)
   tables = _Tables(source, moments)
   kinds = dict.fromkeys(tables.tensors, kind)
@@ -102,7 +102,7 @@ def export_gguf(
     of = block_type(kinds[name], tensor.shape[1])
     sizes[name] = tensor.shape[0] * (tensor.shape[1] // of.block * of.bytes)
   numbers, header = import_checkpoints_extra("gguf").GGMLQuantizationType, gguf_header(source.path)
-  with whole(out) as partial, open(partial, "xb") as file:
+  with new_output(out, folder=False) as partial, open(partial, "xb") as file:
     file.write(header.data[: header.begin])
     offset = 0
     for name, entry in header.entries.items():
@@ -186,7 +186,7 @@ def export_compressed_tensors(
     ValueError: bits or group do not suit the table, or the moments are those of another model.
     FileExistsError: `out` exists.
   """
-  check_output(out)
+  check_output(out, folder=True)
   source, width = integer_source(path, bits, group)
   with contextlib.ExitStack() as stack:
     if source.kind != "safetensors":
@@ -240,7 +240,7 @@ def _write_folder(
     sizes[name] = sum(array.nbytes for array in written.values())
     return {f"{stem}.{end}": array for end, array in written.items()}
 
-  with whole(out) as partial:
+  with new_output(out, folder=True) as partial:
     copy_folder(source, partial, replaced)
     config = dict(source.config) | {"quantization_config": _quantization(modules, bits, group, dim)}
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -27,7 +27,7 @@ from vqjax.lm.checkpoints.tokenizers import JsonTokenizer, PiecesTokenizer, Toke
 from vqjax.lm.generation import score
 from vqjax.lm.models import Transformer
 from vqjax.lm.texts import pieces
-from vqjax.tables.atomic_files import check_output, whole
+from vqjax.outputs import check_output, new_output
 from vqjax.types import Dtype
 
 __all__ = ["Trimmed", "trim"]
@@ -341,7 +341,7 @@ def trim(
     FileExistsError: `out` exists.
     ValueError: see `kept_tokens`; the tokenizer is of another kind, or `scored` is negative.
   """
-  check_output(out)
+  check_output(out, folder=True)
   if not any(text.strip() for text in texts):
     raise ValueError("`texts` must have text; got none. Give a text of the model's language.")
   if scored < 0:
@@ -362,7 +362,7 @@ def trim(
   small, fewer = _without_rows(model, variables, ids)
   table = next((t for n, t in source.tensors.items() if n.endswith(TABLES)), None)
   written_dtype = {"F32": "float32", "F16": "float16"}.get(table and table.format, "bfloat16")
-  with whole(out) as partial:
+  with new_output(out, folder=True) as partial:
     checkpoints.save(partial, small, fewer, found.rebuilt(ids), dtype=written_dtype)
     _renumber_files(source.path if source.path.is_dir() else source.path.parent, partial, ids)
     written = checkpoints.load_tokenizer(partial)

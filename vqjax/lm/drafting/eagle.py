@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from flax import traverse_util
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from vqjax.heads import DenseHead, Head
 from vqjax.lm.generation.kv_cache import Ring, Variables
@@ -41,6 +39,7 @@ from vqjax.lm.generation.speculation import (
 from vqjax.lm.lenses.tuned import check_mark, model_mark
 from vqjax.lm.models import Transformer
 from vqjax.lm.models.attention import attend
+from vqjax.tables.tensor_files import save_file
 
 __all__ = ["Eagle", "initial_params", "load_eagle", "save_eagle"]
 
@@ -379,9 +378,7 @@ def save_eagle(path: str | os.PathLike, eagle: Eagle, variables: Variables) -> N
   if eagle.tokens is not None:
     tensors["tokens"] = np.asarray(eagle.tokens, np.int32)
   options = {"length": int(eagle.length), **written_times(eagle)}
-  partial = pathlib.Path(f"{os.fspath(path)}.partial")
-  save_file(tensors, partial, {FORMAT: json.dumps(options)})
-  partial.replace(path)
+  save_file(tensors, path, {FORMAT: json.dumps(options)})
 
 
 def load_eagle(path: str | os.PathLike, model: Transformer, variables: Variables) -> Eagle:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,6 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, ArrayLike, Float, Int
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from vqjax.heads import DenseHead, Head
 from vqjax.lm.drafting.eagle import Eagle, load_eagle
@@ -36,6 +34,7 @@ from vqjax.lm.generation.speculation import (
 from vqjax.lm.generation.tree_drafting import TreeProgram, Typical
 from vqjax.lm.lenses.tuned import check_mark, model_mark
 from vqjax.lm.models import Transformer
+from vqjax.tables.tensor_files import save_file
 
 __all__ = [
   "Medusa",
@@ -243,10 +242,7 @@ def save_medusa(drafter: Medusa, path: str | os.PathLike, variables: Variables) 
   if type(head := drafter.head) is DenseHead and head.embedding is None and head.output is None:
     facts["dense_head"] = {"softcap": head.softcap}
   # A single entry: safetensors writes several in any order, and equal drafters are equal files.
-  metadata = {FORMAT: json.dumps(facts)}
-  partial = pathlib.Path(f"{os.fspath(path)}.partial")
-  save_file(tensors | {"mark": model_mark(variables)}, partial, metadata)
-  partial.replace(path)
+  save_file(tensors | {"mark": model_mark(variables)}, path, {FORMAT: json.dumps(facts)})
 
 
 def load_medusa(

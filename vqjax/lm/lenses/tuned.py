@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pathlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -20,12 +19,13 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from vqjax.lm.generation.decoding import check_decoder
 from vqjax.lm.generation.kv_cache import Variables
 from vqjax.lm.models import Transformer
 from vqjax.ops.distillation import Readings, divergence_from_last, readings
+from vqjax.tables.tensor_files import save_file
 
 __all__ = [
   "Lens",
@@ -246,9 +246,7 @@ def least_squares_lens(streams: Iterable[Float[np.ndarray, "S _ D"]], ridge: flo
 def save_lens(lens: Lens, path: str | os.PathLike, variables: Variables) -> None:
   """Write a lens as safetensors, with a mark of the model that it is of."""
   tensors = {name: np.ascontiguousarray(value) for name, value in lens._asdict().items()}
-  partial = pathlib.Path(f"{os.fspath(path)}.partial")
-  save_file(tensors | {"mark": model_mark(variables)}, partial, {"format": "vqjax lens"})
-  partial.replace(path)
+  save_file(tensors | {"mark": model_mark(variables)}, path, {"format": "vqjax lens"})
 
 
 def load_lens(path: str | os.PathLike, model: Transformer, variables: Variables) -> Lens:
