@@ -92,7 +92,7 @@ def test_a_device_is_written_into(tmp_path):
       write(path)
     assert stat.S_ISCHR(os.stat(path).st_mode)
   write("/dev/null")
-  with pytest.raises(FileExistsError, match="new file; got /dev/null, which exists as a device"):
+  with pytest.raises(FileExistsError, match="must be new; got /dev/null, which exists as a device"):
     outputs.check_output("/dev/null", folder=False)
 
 
@@ -141,7 +141,7 @@ def test_an_empty_folder_stays_the_folder_that_it_was(tmp_path):
   assert folder.stat().st_ino == number
   assert link.is_symlink()
   assert {*os.listdir(folder)} == {"config.json", "weights"}
-  with pytest.raises(FileExistsError, match="`out` must be a new folder"):
+  with pytest.raises(FileExistsError, match="`out` must be new"):
     fill(folder)
   fill(tmp_path / "other")
   assert {*os.listdir(tmp_path)} == {"folder", "link", "other"}

@@ -173,15 +173,12 @@ def check_output(path: str | os.PathLike[str], name: str = "out", *, folder: boo
   """
   path = pathlib.Path(path)
   target = _followed(path, name)
-  kind = "folder" if folder else "file"
   # What is written gets the name at the end, and "." has none.
   is_empty = path.name and target.is_dir() and not any(target.iterdir())
   if target.exists() and not (folder and is_empty):
     what = "a folder" if target.is_dir() else "a file" if target.is_file() else "a device"
     remedy = "Name a file in it" if target.is_dir() and not folder else "Give another one"
-    raise FileExistsError(
-      f"`{name}` must be a new {kind}; got {path}, which exists as {what}. {remedy}."
-    )
+    raise FileExistsError(f"`{name}` must be new; got {path}, which exists as {what}. {remedy}.")
   parent = target if target.is_dir() else target.parent
   if not parent.is_dir():
     raise FileNotFoundError(

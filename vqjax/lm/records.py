@@ -140,57 +140,102 @@ def parse_json(
       raise damaged(f"it has no checksum ({error})") from None
     if found != wanted:
       raise damaged(f"its checksum must be {wanted}; got {printable(str(found))[:20]}")
-  if problem := _problem(value, schema, ""):
+  if problem := problem_of(value, schema, ""):
     raise damaged(problem, "is of another version of vqjax" if is_sealed else "is damaged")
   return value
 
 
-def _problem(value: Any, hint: Any, at: str) -> str | None:
+@dataclasses.dataclass(frozen=True)
+class Range:
+  """The numbers that a field may hold, in `Annotated[int, Range(1, 9)]`.
+
+  Attributes:
+    least: the smallest.
+    most: the largest.
+    above: `least` itself is not among them.
+  """
+
+  least: float
+  most: float
+  above: bool = False
+
+  def problem(self, value: float) -> str | None:
+    """What the number must be, or None."""
+    is_above = value > self.least if self.above else value >= self.least
+    if is_above and value <= self.most:
+      return None
+    return f"in {'(' if self.above else '['}{self.least:,}, {self.most:,}]"
+
+
+def problem_of(value: Any, hint: Any, at: str) -> str | None:
   """What is wrong with a value of JSON for an annotation, or None."""
   origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+  name = f"`{at}`" if at else "it"
   if origin in (typing.Union, types.UnionType):
-    problems = [_problem(value, option, at) for option in arguments]
+    objects = [option for option in arguments if dataclasses.is_dataclass(option)]
+    if objects and isinstance(value, dict):
+      # Where every member is optional, any object would do: the one with most of these members.
+      shared = lambda option: len({f.name for f in dataclasses.fields(option)} & value.keys())
+      return problem_of(value, max(objects, key=shared), at)
+    problems = [problem_of(value, option, at) for option in arguments]
     return None if None in problems else problems[0]
   if hint is Any:
     return None
-  name = f"`{at}`" if at else "it"
+  if origin is typing.Annotated:
+    if problem := problem_of(value, arguments[0], at):
+      return problem
+    ranges = [one for one in arguments[1:] if isinstance(one, Range)]
+    wanted = ranges[0].problem(value) if ranges else None
+    return wanted and f"{name} must be {wanted}; got {shown(value)}"
   if dataclasses.is_dataclass(hint):
     if not isinstance(value, dict):
-      return f"{name} must be a JSON object; got {_shown(value)}"
-    hints = typing.get_type_hints(hint)
+      return f"{name} must be a JSON object; got {shown(value)}"
+    hints = typing.get_type_hints(hint, include_extras=True)
     for field in dataclasses.fields(hint):
       required = field.default is field.default_factory  # both are MISSING
       inner = f"{at}.{field.name}" if at else field.name
       if field.name not in value:
         if required:
           return f"`{inner}` is missing"
-      elif problem := _problem(value[field.name], hints[field.name], inner):
+      elif problem := problem_of(value[field.name], hints[field.name], inner):
         return problem
     return None
   if origin in (dict, list):
     if not isinstance(value, origin):
       kind = "object" if origin is dict else "list"
-      return f"{name} must be a JSON {kind}; got {_shown(value)}"
+      return f"{name} must be a JSON {kind}; got {shown(value)}"
     entries = value.items() if origin is dict else enumerate(value)
     for key, item in entries:
-      if problem := _problem(item, arguments[-1], f"{at}.{key}" if at else f"{key}"):
+      if problem := problem_of(item, arguments[-1], f"{at}.{key}" if at else f"{key}"):
         return problem
     return None
   if origin is typing.Literal:
-    is_right = isinstance(value, str) and value in arguments
-    kind = " or ".join(map(repr, arguments))
+    # 1 and True are equal.
+    is_right = any(type(value) is type(one) and value == one for one in arguments)
+    kind = " or ".join(json.dumps(one) if isinstance(one, bool) else repr(one) for one in arguments)
   else:
-    is_number = type(value) in (int, float) and math.isfinite(value)
+    is_number = type(value) in (int, float) and _is_finite(value)
     is_right = is_number if hint is float else type(value) is hint
     kind = {float: "a number", int: "an integer", str: "a text", bool: "true or false"}.get(
       hint, "null"
     )
     is_right = value is None if hint is type(None) else is_right
-  return None if is_right else f"{name} must be {kind}; got {_shown(value)}"
+  return None if is_right else f"{name} must be {kind}; got {shown(value)}"
 
 
-def _shown(value: Any) -> str:
-  return printable(repr(value))[:60]
+def _is_finite(number: float) -> bool:
+  try:
+    return math.isfinite(number)
+  except OverflowError:  # an integer of hundreds of digits
+    return False
+
+
+def shown(value: Any) -> str:
+  """A value in a message: short, on one line, and without control characters."""
+  try:
+    return printable(repr(value))[:60]
+  except ValueError:  # an integer of thousands of digits
+    return f"a number of {value.bit_length():,} bits" if isinstance(value, int) else "a long value"
 
 
 def printable(text: str) -> str:

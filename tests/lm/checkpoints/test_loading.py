@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from tests.jitted import apply
-from tests.lm.checkpoints.families import CONFIGS, V, small
+from tests.lm.checkpoints.families import CONFIGS, YARN, V, small
 from vqjax import CodebookEmbedding, CodebookHead, DenseEmbedding, DenseHead, sharding
 from vqjax.lm import checkpoints
 from vqjax.lm.checkpoints.families import decoder_of
@@ -205,17 +205,40 @@ def changed_config(folder, **changes):
   ("changes", "message"),
   [
     ({"model_type": "mamba"}, "`model_type` .* one of gpt2, llama, .*; got 'mamba'"),
-    ({"hidden_size": "absent"}, "config of a qwen3 must have hidden_size"),
+    ({"hidden_size": "absent"}, r"config.json: `hidden_size` is missing. Download config.json"),
     ({"hidden_size": 40}, r"must have shape \[.*40.*\], by the config; got \[.*32.*\]"),
     ({"num_hidden_layers": 4, "layer_types": "absent"}, "lacks layers.3"),
-    ({"num_attention_heads": 0, "head_dim": None}, "must have numbers for sizes"),
-    ({"hidden_size": "32", "head_dim": None}, "must have numbers for sizes"),
-    # Run-time types, where they are on, find it first.
-    ({"num_attention_heads": "4"}, "for sizes, above 0; got heads '4'|got one of another kind"),
-    ({"rms_norm_eps": None}, "got epsilon of norms None|got one of another kind"),
-    ({"rope_theta": "a"}, "`rope_theta` of the config must be a number above 0; got 'a'"),
-    ({"hidden_act": "swish2"}, "activation among gelu_new, .* got 'swish2'"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, "`rope_type` .* got 'longrope'"),
+    (
+      {"num_attention_heads": 0, "head_dim": None},
+      r"`num_attention_heads` must be in \[1, .*got 0",
+    ),
+    ({"hidden_size": "32", "head_dim": None}, "`hidden_size` must be an integer; got '32'"),
+    ({"rms_norm_eps": None}, "`rms_norm_eps` must be a number; got None"),
+    ({"rms_norm_eps": float("inf")}, "`rms_norm_eps` must be a number; got inf"),
+    ({"tie_word_embeddings": "x"}, "`tie_word_embeddings` must be true or false; got 'x'"),
+    ({"attention_bias": {}}, "`attention_bias` must be true or false; got {}"),
+    ({"rope_theta": "a"}, "`rope_theta` must be a number; got 'a'"),
+    ({"hidden_act": "swish2"}, "`hidden_act` must be 'gelu_new' or .* got 'swish2'"),
+    ({"rope_scaling": 5}, "`rope_scaling` must be a JSON object; got 5"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "`rope_scaling.rope_type` .* got 'longrope'"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, r"factor` must be in \[1, .*; got 0"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "`factor` is missing, .* linear"),
+    ({"rope_scaling": {"factor": 2.0}}, "`rope_type` is missing beside the `factor`"),
+    ({"rope_scaling": YARN | {"truncate": False}}, "`rope_scaling.truncate` must be true"),
+    ({"rope_scaling": YARN | {"mscal": 2.0}}, "`rope_scaling.mscal` .* perhaps for `mscale`"),
+    ({"layer_types": [None] * 3}, "`layer_types.0` must be 'full_attention' or"),
+    ({"layer_types": ["full_attention"]}, "`layer_types` must have an entry for each of 3 blocks"),
+    (
+      {"rms_norm_epr": 1e-3},
+      "`rms_norm_epr` is not a key .* perhaps for `rms_norm_eps`; got 0.001",
+    ),
+    ({"attention_multiplier": 2.0}, "`attention_multiplier` is not a key that is understood"),
+    # Sizes that the tensors cannot have: nothing of the size may be allocated or counted up to.
+    ({"num_hidden_layers": 2**31 - 1}, "`num_hidden_layers` must be at most 35, the number of ten"),
+    ({"head_dim": 2**31 - 2}, "`head_dim` must be at most 97, the longest axis"),
+    ({"vocab_size": 2**63}, r"`vocab_size` must be in \[1, 2,147,483,647\]"),
+    ({"hidden_size": 10**18}, r"`hidden_size` must be in \[1, 2,147,483,647\]"),
+    ({"num_key_value_heads": 3}, "`num_key_value_heads` must divide `num_attention_heads`"),
   ],
 )
 def test_configs_that_are_not_understood_are_refused(copied, changes, message):

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pathlib
-import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from vqjax.convert.trained_variables import Variables
 from vqjax.embeddings import DenseEmbedding, Embedding
 from vqjax.heads import DenseHead, Head
-from vqjax.lm.checkpoints.families import Family, Rule, decoder_of, described, family_of
+from vqjax.lm.checkpoints.families import Family, Rule, described, family_of
 from vqjax.lm.checkpoints.layout import Layout
 from vqjax.lm.checkpoints.readers import (
   CHECKSUMS,
@@ -29,6 +28,7 @@ from vqjax.lm.checkpoints.readers import (
   Tensor,
   _some,
   open_source,
+  tensor_checksum,
   verify_tensor,
 )
 from vqjax.lm.checkpoints.runtime import Runtime, runtime_of
@@ -83,7 +83,7 @@ def decoder(
     embedding: another embedding; None: that to which `head` is tied, or else a dense one.
     fields: further fields of the decoder, such as `remat`.
   """
-  model = decoder_of(open_source(path).config, dtype)
+  model = open_source(path).decoder(dtype)
   return _with_layers(model, head, embedding).clone(**fields)
 
 
@@ -132,7 +132,7 @@ def load(
       file is damaged, the tokenizer has another size, or the tables cannot have the form.
   """
   source = open_source(path)
-  own = decoder_of(source.config, dtype)
+  own = source.decoder(dtype)
   if runtime is not None and (head or embedding):
     raise ValueError(
       "`runtime` must be None with a `head` or an `embedding`; got both. Give one of them."
@@ -172,7 +172,7 @@ def read_variables(
     ValueError: the body of `model` is not that of the file; further errors as of `load`.
   """
   source = open_source(path)
-  own = decoder_of(source.config, model.dtype)
+  own = source.decoder(model.dtype)
   if differing := [name for name in BODY if getattr(own, name) != getattr(model, name)]:
     shown = ", ".join(
       f"{name} {getattr(model, name)}, which is {getattr(own, name)} there" for name in differing
@@ -487,7 +487,7 @@ class ShardedFiles:
     self._tensors[name] = tensor
 
   def _write(self) -> None:
-    checksums = {n: zlib.crc32(t.reshape(-1).view(np.uint8)) for n, t in self._tensors.items()}
+    checksums = {name: tensor_checksum(name, tensor) for name, tensor in self._tensors.items()}
     path = self._folder / f"part-{len(self._written)}"
     metadata = {"format": "pt", CHECKSUMS: json.dumps(checksums)}
     save_file(self._tensors, path, metadata)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int, Int32, Num
 
 from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints.families import decoder_of, family_of
+from vqjax.lm.checkpoints.families import family_of
 from vqjax.lm.checkpoints.loading import ShardedFiles, variable_sources
 from vqjax.lm.checkpoints.readers import (
   ModelSource,
@@ -42,7 +42,7 @@ class _Tables:
   """The vocabulary tables of a model: their tensors, and the metric of each."""
 
   def __init__(self, source: ModelSource, moments: Moments | None):
-    model = decoder_of(source.config)
+    model = source.decoder()
     found = variable_sources(source, model)
     self.is_tied = model.head.embedding is not None
     self.tensors: dict[str, Tensor] = {}
@@ -136,7 +136,7 @@ def gguf_source(path: str | pathlib.Path, kind: str, head_kind: str | None = Non
       remedy = "Export int8 or int4 instead."
     raise ValueError(f"`path` must be a GGUF; got {path}, which is {source.kind}. {remedy}")
   for name in {kind, head_kind or kind}:
-    block_type(name, decoder_of(source.config).dim)
+    block_type(name, source.decoder().dim)
   return source
 
 
@@ -211,15 +211,15 @@ def integer_source(
     raise ValueError(f"`bits` must be 8 or 4; got {bits}. Others are not written.")
   source = open_source(path)
   check_not_compressed(source)
-  dim = decoder_of(source.config).dim
+  if source.config.get("quantization_config"):
+    raise ValueError(f"`path` must not be quantised already; got {path}. Give the original model.")
+  dim = source.decoder().dim
   width = (dim if bits == 8 else 32) if group is None else group
   if width < 1 or dim % width or (dim * bits) % 32:
     raise ValueError(
       f"`group` must divide the width of the table, {dim}, whose rows must fill words of 32 bits;"
       f" got {width} with {bits} bits. Give a divisor such as 32."
     )
-  if source.config.get("quantization_config"):
-    raise ValueError(f"`path` must not be quantised already; got {path}. Give the original model.")
   return source, (width, dim)
 
 

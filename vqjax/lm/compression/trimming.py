@@ -16,7 +16,6 @@ from flax import traverse_util
 from jaxtyping import Int
 
 from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints.families import decoder_of
 from vqjax.lm.checkpoints.readers import (
   check_not_compressed,
   import_checkpoints_extra,
@@ -350,7 +349,7 @@ def trim(
   source = open_source(path)
   check_not_compressed(source)
   tokenizer = checkpoints.load_tokenizer(path)
-  vocab = decoder_of(source.config).head.vocab
+  vocab = source.decoder().head.vocab
   counted, held = zip(*(_split(text) for text in texts))
   counts = np.zeros(vocab, np.int64)
   for piece in pieces(counted, 100_000):
