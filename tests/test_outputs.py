@@ -145,3 +145,24 @@ def test_an_empty_folder_stays_the_folder_that_it_was(tmp_path):
     fill(folder)
   fill(tmp_path / "other")
   assert {*os.listdir(tmp_path)} == {"folder", "link", "other"}
+
+
+def test_links_are_copied_within_a_folder_and_from_the_cache_of_hugging_face_only(tmp_path):
+  model = tmp_path / "models--a--b"
+  folder, private = model / "snapshots" / "f00", tmp_path / "private"
+  (folder / "more").mkdir(parents=True)
+  (model / "blobs").mkdir()
+  for path in (private, folder / "own", model / "blobs" / "hash", model / "other"):
+    path.write_text(path.name)
+  links = {"a": "own", "b": "../../blobs/hash", "c": private, "d": "../../other", "e": "c"}
+  for name, to in links.items():
+    (folder / name).symlink_to(to)
+  outputs.copy_file(folder / "a", tmp_path / "copy")
+  assert (tmp_path / "copy").read_text() == "own"
+  outputs.copy_file(folder / "b", tmp_path / "copy")
+  assert (tmp_path / "copy").read_text() == "hash"
+  for name in "cde":
+    with pytest.raises(ValueError, match="must be a file of its folder; got a link to"):
+      outputs.copy_file(folder / name, tmp_path / "copy")
+  (tmp_path / "linked").symlink_to(folder)
+  outputs.copy_file(tmp_path / "linked" / "own", tmp_path / "copy")

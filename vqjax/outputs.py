@@ -239,6 +239,25 @@ def publish(partial: pathlib.Path, path: pathlib.Path) -> None:
   _sync(target)
 
 
+def copy_file(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Copy a file of a model's folder.
+
+  What is copied may be published with the copy. A link is therefore followed only to a file of the
+  same folder, or in the cache of Hugging Face to the `blobs` of the same model.
+
+  Raises:
+    ValueError: it is a link that leads elsewhere.
+  """
+  folder, own = (pathlib.Path(os.path.realpath(path)) for path in (source.parent, source))
+  cached = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+  if not own.is_relative_to(folder) and not own.is_relative_to(cached):
+    raise ValueError(
+      f"{source} must be a file of its folder; got a link to {own}. Put the file itself in its"
+      " place if the copy shall have it, or remove the link."
+    )
+  shutil.copy(own, target)
+
+
 def _sync(path):
   handle = os.open(path, os.O_RDONLY)
   try:

@@ -296,3 +296,65 @@ def test_a_decoder_is_made_without_reading_weights(tied):
     ValueError, match=r"`model` must be the decoder of .*; got heads 2, which is 4"
   ):
     checkpoints.read_variables(tied[0], model.clone(heads=2))
+
+
+def test_a_folder_means_what_it_means_to_transformers(tied, copied):
+  """The single file, a head that differs from the table, and a head that is the table."""
+  file = copied / "model.safetensors"
+  plain = safetensors.numpy.load_file(file)
+  load = lambda: checkpoints.load(copied).variables["params"]
+  shard = copied / "model-00001-of-00001.safetensors"
+  index = copied / "model.safetensors.index.json"
+  index.write_text(json.dumps({"weight_map": dict.fromkeys(plain, shard.name)}))
+  with pytest.warns(UserWarning, match="is read, as by transformers"):
+    assert_equal_trees(load(), tied[2]["params"])
+  safetensors.numpy.save_file({name: 2 * x for name, x in plain.items()}, shard)
+  with pytest.warns(UserWarning, match="is read, as by transformers"):
+    assert_equal_trees(load(), tied[2]["params"])
+  file.unlink()
+  assert_equal_trees(load(), jax.tree.map(lambda x: 2 * x, tied[2]["params"]))
+  index.unlink()
+  shard.unlink()
+
+  table = plain["model.embed_tokens.weight"]
+  safetensors.numpy.save_file(plain | {"lm_head.weight": table}, file)
+  assert_equal_trees(load(), tied[2]["params"])
+  safetensors.numpy.save_file(plain | {"lm_head.weight": table + 1}, file)
+  with pytest.warns(UserWarning, match="lm_head.weight differs from model.embed_tokens.weight"):
+    np.testing.assert_array_equal(load()["head"]["weight"], table + 1)
+  alone = {name: x for name, x in plain.items() if name != "model.embed_tokens.weight"}
+  safetensors.numpy.save_file(alone | {"lm_head.weight": table}, file)
+  assert_equal_trees(load(), tied[2]["params"])
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/x", "..", "", "a/b", 5, None])
+def test_an_index_names_files_of_its_folder_alone(copied, name):
+  (copied / "model.safetensors").rename(copied.parent / "secret.safetensors")
+  index = copied / "model.safetensors.index.json"
+  index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+  (copied / "other.safetensors").touch()  # the folder is one of weights
+  with pytest.raises(ValueError, match=r"index.json: `weight_map"):
+    checkpoints.load(copied)
+  index.write_text(json.dumps({"weight_map": []}))
+  with pytest.raises(ValueError, match=r"index.json: `weight_map` must be a JSON object; got"):
+    checkpoints.load(copied)
+
+
+@pytest.mark.parametrize(
+  ("old", "new"), [(b"F32", b"I32"), (b"[32]", b"[16]"), (b'"checksums":"', b'"checksums":"[')]
+)
+def test_a_header_that_was_changed_is_noticed(copied, old, new):
+  """A format and a shape for which the bytes are right, and checksums that are not JSON."""
+  file = copied / "model.safetensors"
+  content = file.read_bytes()
+  length = int.from_bytes(content[:8], "little")
+  header = content[8 : 8 + length].rstrip().replace(old, new)
+  file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+  with pytest.raises(ValueError, match=r"model.safetensors must be a whole|must have the checks"):
+    checkpoints.load(copied)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "bool", "complex64", "float8_e4m3fn"])
+def test_a_format_that_would_cut_the_weights_is_refused(tied, dtype):
+  with pytest.raises(ValueError, match=f"`dtype` must be one of float32, .*; got {dtype}"):
+    checkpoints.load(tied[0], dtype=dtype)

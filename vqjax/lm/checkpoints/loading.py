@@ -23,12 +23,10 @@ from vqjax.heads import DenseHead, Head
 from vqjax.lm.checkpoints.families import Family, Rule, described, family_of
 from vqjax.lm.checkpoints.layout import Layout
 from vqjax.lm.checkpoints.readers import (
-  CHECKSUMS,
   ModelSource,
   Tensor,
   _some,
   open_source,
-  tensor_checksum,
   verify_tensor,
 )
 from vqjax.lm.checkpoints.runtime import Runtime, runtime_of
@@ -487,10 +485,8 @@ class ShardedFiles:
     self._tensors[name] = tensor
 
   def _write(self) -> None:
-    checksums = {name: tensor_checksum(name, tensor) for name, tensor in self._tensors.items()}
     path = self._folder / f"part-{len(self._written)}"
-    metadata = {"format": "pt", CHECKSUMS: json.dumps(checksums)}
-    save_file(self._tensors, path, metadata)
+    save_file(self._tensors, path, {"format": "pt"})
     self._written.append((path, list(self._tensors)))
     self._bytes += sum(tensor.nbytes for tensor in self._tensors.values())
     self._tensors = {}

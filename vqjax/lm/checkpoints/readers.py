@@ -12,15 +12,11 @@ import json
 import pathlib
 import struct
 import warnings
-import zlib
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import safetensors
-import safetensors.numpy
 
 from vqjax.convert.packed_table import PackedTable
 from vqjax.lm import records
@@ -28,30 +24,11 @@ from vqjax.lm.checkpoints.families import FAMILIES, decoder_of
 from vqjax.lm.checkpoints.gguf_header import Header, read_header
 from vqjax.lm.checkpoints.schema import Origin
 from vqjax.lm.models import Transformer
-from vqjax.tables import container
-from vqjax.tables.tensor_files import release
+from vqjax.tables import container, tensor_files
+from vqjax.tables.tensor_files import DTYPES, release
 from vqjax.types import Dtype
 
 __all__ = ["Tensor"]
-
-DTYPES = {
-  "F64": np.float64,
-  "F32": np.float32,
-  "F16": np.float16,
-  "BF16": ml_dtypes.bfloat16,
-  "I64": np.int64,
-  "I32": np.int32,
-  "I16": np.int16,
-  "I8": np.int8,
-  "U32": np.uint32,
-  "U16": np.uint16,
-  "U8": np.uint8,
-  "BOOL": np.bool_,
-}
-"""Formats of safetensors that NumPy has."""
-
-CHECKSUMS = "checksums"
-"""Key of the checksums in the metadata of the files that `save` writes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,67 +302,23 @@ def _table_rows(where: str, table, rows: slice) -> np.ndarray:
 
 
 def _safetensors(file: pathlib.Path) -> dict[str, Tensor]:
-  try:
-    # The library checks the header against the length of the file; its arrays would be copies.
-    with safetensors.safe_open(file, framework="numpy"):
-      pass
-  except Exception as error:  # the library raises nothing narrower
-    raise ValueError(
-      f"{file} must be a whole safetensors file; got {error}. It is truncated or damaged: download"
-      " it again."
-    ) from None
-  data = np.memmap(file, np.uint8, "r")
-  start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-  header = json.loads(data[8:start].tobytes())
-  text = header.pop("__metadata__", {}).get(CHECKSUMS)
-  checksums = None
-  if text is not None:
-    where = f"the header of {file}"
-    checksums = records.parse_json(text, dict[str, int], where, "Copy it again.", seal=False)
-    if checksums.keys() != header.keys():
-      raise ValueError(f"{where} is damaged: it has other checksums than tensors. Copy it again.")
-  tensors = {}
-  for name, entry in header.items():
-    if entry["dtype"] not in DTYPES:
-      raise ValueError(
-        f"{name} of {file} must have one of the formats {', '.join(DTYPES)}; got {entry['dtype']}."
-        " Convert it."
-      )
-    first, last = entry["data_offsets"]
-    view = data[start + first : start + last].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    tensors[name] = _view(view, entry["dtype"])
-    if checksums is not None:
-      named = _named(name, view)
-      tensors[name] = dataclasses.replace(tensors[name], checksum=checksums[name], named=named)
-  return tensors
+  tensors, _ = tensor_files.open_file(file)
+  return {
+    name: dataclasses.replace(_view(x.array, x.format), named=x.named, checksum=x.checksum)
+    for name, x in tensors.items()
+  }
 
 
 def _view(view: np.ndarray, format: str) -> Tensor:
   return Tensor(view.shape, format, view.nbytes, view.__getitem__)
 
 
-def _named(name: str, array: np.ndarray) -> int:
-  """CRC-32 of what a header says of a tensor."""
-  return zlib.crc32(repr((name, array.dtype.name, array.shape)).encode())
-
-
-def tensor_checksum(name: str, array: np.ndarray) -> int:
-  """CRC-32 of a tensor's name, format, shape and bytes."""
-  return zlib.crc32(array.reshape(-1).view(np.uint8), _named(name, array))
-
-
 def verify_tensor(name: str, tensor: Tensor, path: pathlib.Path) -> None:
   """Raise ValueError unless a tensor with a checksum has it."""
-  if tensor.checksum is None:
-    return
-  view = tensor.read(slice(None))
-  checksum = zlib.crc32(view.reshape(-1).view(np.uint8), tensor.named)
-  release(view)
-  if checksum != tensor.checksum:
-    raise ValueError(
-      f"{name} of {path} must have the checksum that it was saved with; got another one. The file"
-      " is damaged: copy it again."
-    )
+  if tensor.checksum is not None:
+    view = tensor.read(slice(None))
+    tensor_files.verify(view, name, path, tensor.named, tensor.checksum)
+    release(view)
 
 
 def check_not_compressed(source: ModelSource) -> None:

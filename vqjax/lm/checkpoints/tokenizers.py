@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import pathlib
-import shutil
 import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +15,7 @@ from vqjax.lm.checkpoints.readers import (
   open_source,
   read_json,
 )
+from vqjax.outputs import copy_file
 
 __all__ = ["Tokenizer", "from_state", "load_tokenizer"]
 
@@ -116,7 +116,7 @@ class JsonTokenizer:
     """Write tokenizer.json, and tokenizer_config.json where there was one."""
     self.model.save(str(folder / "tokenizer.json"))
     if self.beside is not None:
-      shutil.copy(self.beside, folder / "tokenizer_config.json")
+      copy_file(self.beside, folder / "tokenizer_config.json")
 
 
 class PiecesTokenizer:

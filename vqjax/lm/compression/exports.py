@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,7 @@ from vqjax.lm.checkpoints.readers import (
   open_source,
   verify_tensor,
 )
-from vqjax.outputs import check_output, new_output
+from vqjax.outputs import check_output, copy_file, new_output
 from vqjax.tables.gguf_types import block_type, encode_blocks
 from vqjax.tables.grids import LevelGrid, fit_grid
 from vqjax.tables.moments import Moments
@@ -263,7 +262,7 @@ def copy_folder(
   for file in source.path.iterdir():
     is_index = file.name.endswith(".safetensors.index.json")
     if file.is_file() and file.suffix not in WEIGHTS and not is_index:
-      shutil.copy(file, folder / file.name)
+      copy_file(file, folder / file.name)
   files = ShardedFiles(folder, 5 * 10**9)
   for name, tensor in source.tensors.items():
     verify_tensor(name, tensor, source.path)

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from vqjax.lm.checkpoints.tokenizers import JsonTokenizer, PiecesTokenizer, Toke
 from vqjax.lm.generation import score
 from vqjax.lm.models import Transformer
 from vqjax.lm.texts import pieces
-from vqjax.outputs import check_output, new_output
+from vqjax.outputs import check_output, copy_file, new_output
 from vqjax.types import Dtype
 
 __all__ = ["Trimmed", "trim"]
@@ -412,7 +411,7 @@ def _renumber_files(source: pathlib.Path, folder: pathlib.Path, ids: np.ndarray)
   number_of = {int(old): number for number, old in enumerate(ids)}
   for name in ("special_tokens_map.json", "chat_template.jinja"):
     if (source / name).is_file() and (folder / "tokenizer.json").is_file():
-      shutil.copy(source / name, folder / name)
+      copy_file(source / name, folder / name)
   config = folder / "tokenizer_config.json"
   if config.is_file():
     read = read_json(config)

@@ -18,14 +18,12 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
 from vqjax.lm.generation.decoding import check_decoder
 from vqjax.lm.generation.kv_cache import Variables
 from vqjax.lm.models import Transformer
 from vqjax.ops.distillation import Readings, divergence_from_last, readings
-from vqjax.tables.tensor_files import save_file
+from vqjax.tables.tensor_files import load_file, save_file
 
 __all__ = [
   "Lens",
@@ -256,10 +254,10 @@ def load_lens(path: str | os.PathLike, model: Transformer, variables: Variables)
     ValueError: the file is no lens, or that of another model.
   """
   try:
-    tensors = load_file(path)
+    tensors, _ = load_file(path)
     lens = Lens(*(jnp.asarray(tensors[name]) for name in Lens._fields))
     mark = tensors["mark"]
-  except (SafetensorError, KeyError) as error:
+  except (ValueError, KeyError) as error:
     raise ValueError(
       f"`path` must be a file of `save_lens`; got {path}: {error}. Fit a lens again."
     ) from error
