@@ -63,7 +63,7 @@ def run(
   flag(parser, "--traceback", "show the traceback of an error")
   # `parse_args` would refuse positional arguments that follow an option.
   options = parser.parse_intermixed_args(arguments)
-  if problem := check(options):
+  if problem := _not_utf8(options) or check(options):
     parser.error(problem)
   configure_warnings()
 
@@ -74,6 +74,21 @@ def run(
     return work(options)
 
   return (ending or exit_code)(checked, show_traceback=options.traceback)
+
+
+def _not_utf8(options: argparse.Namespace) -> str | None:
+  """What is wrong with the texts of a call; a file's name may be any bytes."""
+  for name, value in vars(options).items():
+    for text in value if isinstance(value, list) else [value]:
+      if isinstance(text, str) and name not in ("model", "draft", "config"):  # paths
+        try:
+          text.encode("utf-8")
+        except UnicodeEncodeError as error:
+          return (
+            f"`--{name}` must be UTF-8; got the byte 0x{ord(text[error.start]) - 0xDC00:02x} at"
+            f" character {error.start}. Set the terminal to UTF-8, or convert the text"
+          )
+  return None
 
 
 def configure_warnings() -> None:

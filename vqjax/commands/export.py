@@ -19,6 +19,7 @@ from vqjax.lm.compression.exports import (
 )
 from vqjax.lm.compression.folders import read_moments
 from vqjax.lm.jobs import ProgressBars
+from vqjax.lm.records import one_line
 from vqjax.lm.texts import (
   WINDOW,
   check_tokens,
@@ -80,8 +81,8 @@ def _export(options: argparse.Namespace) -> None:
   else:
     sizes = export_gguf(path, options.out, options.to, head_kind=options.head_to, moments=moments)
   for name, size in sizes.items():
-    print(f"{name}: {size:,} bytes")
-  print(f"result: {options.out}")
+    print(f"{one_line(name)}: {size:,} bytes")
+  print(f"result: {one_line(options.out)}")
 
 
 def _moments(options: argparse.Namespace, path: pathlib.Path) -> Moments | None:

@@ -25,6 +25,7 @@ from vqjax.lm.lenses import lens_readings, load_lens
 from vqjax.lm.lenses.fitting import LensJob, fit_lens
 from vqjax.lm.lenses.reading_page import Reading, write_reading_page
 from vqjax.lm.lenses.tuned import blocks_read
+from vqjax.lm.records import one_line
 from vqjax.lm.texts import data_path, read_text
 
 __all__ = []
@@ -120,7 +121,7 @@ def _fit(options: argparse.Namespace) -> None:
     f" {found['fitted']:,}"
   )
   Console().print(table)
-  print(f"lens: {options.out}")
+  print(f"lens: {one_line(options.out)}")
 
 
 def _loaded(options):

@@ -243,6 +243,16 @@ def printable(text: str) -> str:
   return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
+def one_line(name: Any) -> str:
+  """Return a name, such as that of a file, in one line without control characters."""
+  return printable(str(name)).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def without_control(text: str) -> str:
+  """Return a text to print, in which only control characters but ends of lines are escaped."""
+  return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
+
+
 def read(
   path: str | os.PathLike[str],
   schema: type,

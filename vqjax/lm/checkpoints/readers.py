@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import math
 import pathlib
 import struct
 import warnings
@@ -97,7 +98,8 @@ def open_source(path: str | pathlib.Path) -> ModelSource:
     for pattern, read in (("*.safetensors", _read_safetensors), ("*.gguf", _read_gguf)):
       if files := sorted(path.glob(pattern)):
         return _read_safetensors(path) if read is _read_safetensors else read(_only(path, files))
-    there = ", ".join(sorted(file.name for file in path.iterdir())) or "nothing"
+    names = sorted(records.one_line(file.name) for file in path.iterdir())
+    there = ", ".join(names) or "nothing"
     raise FileNotFoundError(
       f"`path` must hold weights, *.safetensors or *.gguf; got {path} with {there}. PyTorch's *.bin"
       " files are pickles, which are not read: convert them with"
@@ -647,18 +649,24 @@ def _read_llama2c(path: pathlib.Path) -> ModelSource:
     ("ffn_down", (dim, inner)),
     ("ffn_up", (inner, dim)),
   ]
+  expected = LLAMA2C_HEADER.size + 4 * (
+    layers * sum(math.prod(shape) for _, shape in stacked)
+    + (1 if tied else 2) * vocab * dim
+    + dim
+    + 2 * context * (width // 2)
+  )
+  # Before anything is made for each layer.
+  if len(data) != expected:
+    raise ValueError(
+      f"{path} must have {expected:,} bytes for its sizes {header}; got {len(data):,}. It is"
+      " truncated or damaged: copy it again."
+    )
   shapes = {"token_embd.weight": (vocab, dim)}
   shapes |= {
     f"blk.{layer}.{name}.weight": shape for name, shape in stacked for layer in range(layers)
   }
   shapes |= {"output_norm.weight": (dim,), "angles": (2 * context, width // 2)}
   shapes |= {} if tied else {"output.weight": (vocab, dim)}
-  expected = LLAMA2C_HEADER.size + 4 * sum(int(np.prod(shape)) for shape in shapes.values())
-  if len(data) != expected:
-    raise ValueError(
-      f"{path} must have {expected:,} bytes for its sizes {header}; got {len(data):,}. It is"
-      " truncated or damaged: copy it again."
-    )
   numbers, tensors, first = data[LLAMA2C_HEADER.size :].view("<f4"), {}, 0
   for name, shape in shapes.items():
     last = first + int(np.prod(shape))
