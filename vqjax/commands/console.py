@@ -68,12 +68,17 @@ def run(
   configure_warnings()
 
   def checked():
-    for name, value in vars(options).items():
-      if isinstance(value, OutputFile):
-        check_file(value, f"--{name}")
+    check_outputs(options)
     return work(options)
 
   return (ending or exit_code)(checked, show_traceback=options.traceback)
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+  """Raise OSError for a file that cannot be written, before the work is done."""
+  for name, value in vars(options).items():
+    if isinstance(value, OutputFile):
+      check_file(value, f"--{name}")
 
 
 def _not_utf8(options: argparse.Namespace) -> str | None:

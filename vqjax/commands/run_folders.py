@@ -84,6 +84,7 @@ def with_config(
   def work() -> None:
     # With --help one process must not wait for others.
     if not options.help:
+      console.check_outputs(options)
       before(options)
     experiment = override(load_config(options.config), options.overrides)
     if options.help:

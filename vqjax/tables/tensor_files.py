@@ -121,8 +121,9 @@ def open_file(path: str | os.PathLike[str]) -> tuple[dict[str, StoredTensor], di
   except OSError:
     raise
   except Exception as error:  # the library raises nothing narrower
+    problem = ascii(str(error))[1:-1]  # it may quote the header
     raise ValueError(
-      f"{path} must be a whole safetensors file; got {error}. It is truncated or damaged: copy or"
+      f"{path} must be a whole safetensors file; got {problem}. It is truncated or damaged: copy or"
       " download it again."
     ) from None
   tensors = {}

@@ -368,7 +368,8 @@ def gguf_header(path: pathlib.Path) -> Header:
     return read_header(path, sizes)
   except ValueError as error:
     raise ValueError(
-      f"{path} must be a whole GGUF; got {error}. It is truncated or damaged: download it again."
+      f"{path} must be a whole GGUF; got {records.one_line(error)}. It is truncated or damaged:"
+      " download it again."
     ) from None
 
 
@@ -691,5 +692,5 @@ def _read_llama2c(path: pathlib.Path) -> ModelSource:
 
 def _some(names: list[str], most: int = 5) -> str:
   """A few names, and how many there are."""
-  shown = ", ".join(names[:most])
+  shown = ", ".join(map(records.one_line, names[:most]))
   return shown if len(names) <= most else f"{shown}, ... ({len(names)} in all)"

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from vqjax.lm.records import Range, problem_of, shown
+from vqjax.lm.records import Range, one_line, problem_of, shown
 
 __all__ = []
 
@@ -37,7 +37,7 @@ class Origin:
     """An error that names the file; keys in the problem are between backticks."""
     for key, own in self.keys.items():
       problem = problem.replace(f"`{key}`", f"`{own}`")
-    return ValueError(f"{self.file}: {problem}. {self.remedy}")
+    return ValueError(f"{self.file}: {one_line(problem)}. {self.remedy}")
 
 
 AXIS, BLOCKS = "an axis of a tensor", "the number of blocks"

@@ -221,9 +221,9 @@ def check_paths(job: CompressionJob) -> None:
     ValueError: the model is compressed already, or a bound, window or number is impossible.
     OSError: something is where the folder shall be, a file does not exist, or the disk has no room.
   """
+  check_output(job.out, "--out", folder=True)
   if job.model.is_dir() or job.model.suffix == ".safetensors":
     check_not_compressed(checkpoints.readers.open_source(job.model))
-  check_output(job.out, "--out", folder=True)
   if (job.kl is None) == (job.size is None):
     raise ValueError("give either `--kl` or `--bytes`, and not both.")
   if job.kl is not None and not 0 < job.kl < math.inf:
