@@ -122,7 +122,24 @@ def gguf_file(request, tmp_path_factory):
 
 
 metadata_values = st.sampled_from(
-  [*(x for x in EDGES if isinstance(x, (str, float, bool))), 0, 1, 2**31, 2**32 - 1, [1, 2], ["a"]]
+  [
+    "",
+    "x",
+    "\x1b[31m",
+    1e38,
+    -1.0,
+    1e-30,
+    float("nan"),
+    float("inf"),
+    True,
+    False,
+    0,
+    1,
+    2**31,
+    2**32 - 1,
+    [1, 2],
+    ["a"],
+  ]
 )
 
 

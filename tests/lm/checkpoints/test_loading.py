@@ -350,11 +350,11 @@ def test_a_header_that_was_changed_is_noticed(copied, old, new):
   length = int.from_bytes(content[:8], "little")
   header = content[8 : 8 + length].rstrip().replace(old, new)
   file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
-  with pytest.raises(ValueError, match=r"model.safetensors must be a whole|must have the checks"):
+  with pytest.raises(ValueError, match=r"safetensors must be a whole|must have the checks|I32"):
     checkpoints.load(copied)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int32", "bool", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int8", "int32", "bool", "complex64", "float8_e4m3fn", "foo"])
 def test_a_format_that_would_cut_the_weights_is_refused(tied, dtype):
-  with pytest.raises(ValueError, match=f"`dtype` must be one of float32, .*; got {dtype}"):
+  with pytest.raises(ValueError, match=f"`dtype` must be one of float32, .*; got .?{dtype}"):
     checkpoints.load(tied[0], dtype=dtype)

@@ -573,10 +573,14 @@ def decoder_of(
   """
   origin = origin or Origin()
   family = family_of(config, origin)
-  if jnp.dtype(dtype).name not in DTYPES:
+  try:
+    name = jnp.dtype(dtype).name
+  except TypeError:
+    name = shown(dtype)
+  if name not in DTYPES:
+    known = ", ".join(DTYPES)
     raise ValueError(
-      f"`dtype` must be one of {', '.join(DTYPES)}; got {jnp.dtype(dtype).name}. Quantise tables"
-      " with vqjax compress."
+      f"`dtype` must be one of {known}; got {name}. Quantise tables with vqjax compress."
     )
   full = read_config(family.schema, config, origin, shapes)
   try:

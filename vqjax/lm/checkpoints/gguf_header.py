@@ -145,4 +145,7 @@ def read_header(path: pathlib.Path, sizes: dict[int, tuple[int, int]]) -> Header
     if entry.first + entry.nbytes > len(data):
       raise ValueError(f"the tensor {name!r}, which ends behind the file")
     entries[name] = entry
+  # The last one has no other behind it that would show a wrong size.
+  if entries and len(data) - start >= next_offset + alignment:
+    raise ValueError(f"{len(data) - start - next_offset:,} bytes behind the tensors")
   return Header(data, metadata, entries, alignment, begin)

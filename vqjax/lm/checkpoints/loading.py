@@ -40,7 +40,7 @@ from vqjax.lm.checkpoints.tokenizers import (
 from vqjax.lm.models import Transformer
 from vqjax.sharding import shardings
 from vqjax.tables.container import SEPARATOR
-from vqjax.tables.tensor_files import release, save_file
+from vqjax.tables.tensor_files import DTYPES, release, save_file
 from vqjax.types import Dtype
 
 __all__ = ["Loaded", "decoder", "load", "read_variables", "save"]
@@ -190,6 +190,10 @@ BODY = (
 """Fields of a decoder that its body computes with."""
 
 
+INTEGERS = frozenset(name for name, dtype in DTYPES.items() if np.dtype(dtype).kind in "iub")
+"""Number formats that weights do not have."""
+
+
 class VariableSource(NamedTuple):
   """A variable of a decoder, and the tensors that hold it: one, or one for each block."""
 
@@ -244,6 +248,11 @@ def variable_sources(
     shape = part.shape[1:] if path[0] == "blocks" else part.shape
     expected = part.rule.tensor_layout(source.kind).file_shape(shape)
     for name, tensor in part.tensors:
+      if tensor.format in INTEGERS:
+        raise ValueError(
+          f"{name} of {source.path} must have a format of floating-point numbers, or one of a GGUF;"
+          f" got {tensor.format}. Use the original weights."
+        )
       if tensor.shape != expected:
         raise ValueError(
           f"{name} of {source.path} must have shape {list(expected)}, by the config; got"

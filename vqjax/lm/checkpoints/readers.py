@@ -379,7 +379,7 @@ DEQUANTISED = 2**16
 
 def _rows(gguf, data: np.ndarray, kind, shape: tuple[int, ...], rows: slice) -> np.ndarray:
   """Rows of a tensor of a GGUF, as float32 or as a view of what is not quantised."""
-  if kind.name in ("F32", "F16", "F64", "BF16"):
+  if kind.name in DTYPES:
     return data.view(DTYPES[kind.name]).reshape(shape)[rows]
   numbers, size = gguf.GGML_QUANT_SIZES[kind]
   data = data.reshape(*shape[:-1], shape[-1] // numbers * size)

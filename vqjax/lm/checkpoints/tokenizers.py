@@ -324,7 +324,7 @@ def _of_folder(source: ModelSource) -> Tokenizer | None:
   if vocab.is_file() and merges.is_file():
     lines = merges.read_text("utf-8").split("\n")
     pairs = [tuple(s.split(" ")) for s in lines if s and not s.startswith("#version")]
-    kind = "qwen2" if source.config["model_type"] == "qwen3" else "gpt-2"
+    kind = "qwen2" if source.config.get("model_type") == "qwen3" else "gpt-2"
     known = read_json(vocab)
     special = [name for name in ("<|endoftext|>",) if name in known]
     return JsonTokenizer(byte_level(known, pairs, kind, special), bos, eos, add_bos=False)
