@@ -170,7 +170,7 @@ class Range:
 def problem_of(value: Any, hint: Any, at: str) -> str | None:
   """What is wrong with a value of JSON for an annotation, or None."""
   origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-  name = f"`{at}`" if at else "it"
+  name = f"`{one_line(at)}`" if at else "it"
   if origin in (typing.Union, types.UnionType):
     objects = [option for option in arguments if dataclasses.is_dataclass(option)]
     if objects and isinstance(value, dict):

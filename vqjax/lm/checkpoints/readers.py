@@ -181,6 +181,8 @@ def _weight_files(
   if problem := records.problem_of(read, _Index, ""):
     raise ValueError(f"{index}: {problem}. Download it again.")
   names = sorted(set(read["weight_map"].values()))
+  if not names:
+    raise ValueError(f"{index}: `weight_map` must have tensors; got none. Download it again.")
   for name in names:
     # A name is a file of the folder, and nothing that leads elsewhere.
     if name != pathlib.PurePath(name).name or name in ("", "..") or "\\" in name:
@@ -281,10 +283,8 @@ def _decompressed(
   for name in manifest.tensors.values():
     prefix, where = name + container.SEPARATOR, f"{name} of {folder}"
     own = {part: tensors.pop(part) for part in list(tensors) if part.startswith(prefix)}
-    if is_packed:
-      # Entropy-coded parts have checksums of their own.
-      for part, tensor in own.items():
-        verify_tensor(part, tensor, folder)
+    for part, tensor in own.items():
+      verify_tensor(part, tensor, folder)
     stored = {part.removeprefix(prefix): own[part].read(slice(None)) for part in own}
     try:
       table = (PackedTable.from_parts if is_packed else container.CompressedTable)(stored)
@@ -561,9 +561,9 @@ def _check_gguf_keys(arch: str, metadata: Mapping[str, Any], origin: Origin) -> 
   take a default in its place.
   """
   gguf = import_checkpoints_extra("gguf")
-  used = {*GGUF_KEYS[arch].values(), *GGUF_WIDTHS, *GGUF_HARMLESS}
+  used = {*GGUF_KEYS[arch].values(), *GGUF_HARMLESS}
   if arch != "gpt2":
-    used |= {*GGUF_ROPE.values(), OLD_FACTOR}
+    used |= {*GGUF_ROPE.values(), *GGUF_WIDTHS, OLD_FACTOR}
   known = {"general.architecture", "general.alignment", *(f"{arch}.{key}" for key in used)}
   known |= {key for key in vars(gguf.Keys.Tokenizer).values() if isinstance(key, str)}
   for key, value in metadata.items():
