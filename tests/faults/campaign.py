@@ -124,9 +124,9 @@ class Lab:
     """Run `vqjax train` in a run folder to its end."""
     return self.start(run, *options, **how).end()
 
-  def judged(self, end: End, run: pathlib.Path, expected: dict | None = None) -> Outcome:
+  def judged(self, end: End, run: pathlib.Path) -> Outcome:
     """The outcome of a trial by the end of the command that ran last in its folder."""
-    expected = expected or self.expected
+    expected = self.expected
     if end.code != 0:
       return end.outcome
     warned = [line for line in end.err.splitlines() if line.startswith("warning: ")]
@@ -178,7 +178,6 @@ class Started:
     *,
     fresh: bool = False,
     limits: dict[int, int] | None = None,
-    devices: int = 1,
   ):
     """Start `vqjax` with these arguments."""
     self.err, self.code = tempfile.TemporaryFile(), None  # noqa: SIM115 (`end` closes it)
@@ -195,7 +194,7 @@ class Started:
     else:
       self.pid = os.fork()
       if self.pid == 0:
-        become(arguments, env, self.err.fileno(), limits or {}, devices)
+        become(arguments, env, self.err.fileno(), limits or {})
 
   def is_running(self) -> bool:
     """Whether the process has not ended yet."""
@@ -237,7 +236,7 @@ def default_signals() -> None:
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def become(arguments, env, err, limits, devices) -> None:
+def become(arguments, env, err, limits) -> None:
   """Become the command: the child of a fork."""
   code = 99
   try:
@@ -252,11 +251,8 @@ def become(arguments, env, err, limits, devices) -> None:
     os.chdir(ROOT)
     for limit, value in limits.items():
       resource.setrlimit(limit, (value, value))
-    import jax
-
     from vqjax.lab import exits
 
-    jax.config.update("jax_num_cpu_devices", devices)
     exits.run_module("vqjax.cli", arguments)
   except SystemExit as stop:
     code = stop.code or 0
