@@ -239,8 +239,8 @@ def publish(partial: pathlib.Path, path: pathlib.Path) -> None:
   _sync(target)
 
 
-def copy_file(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Copy a file of a model's folder.
+def copied_file(source: pathlib.Path) -> pathlib.Path:
+  """The file itself that is copied for a path in a model's folder.
 
   What is copied may be published with the copy. A link is therefore followed only to a file of the
   same folder, or in the cache of Hugging Face to the `blobs` of the same model.
@@ -255,7 +255,12 @@ def copy_file(source: pathlib.Path, target: pathlib.Path) -> None:
       f"{source} must be a file of its folder; got a link to {own}. Put the file itself in its"
       " place if the copy shall have it, or remove the link."
     )
-  shutil.copy(own, target)
+  return own
+
+
+def copy_file(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Copy a file of a model's folder; errors as of `copied_file`."""
+  shutil.copy(copied_file(source), target)
 
 
 def _sync(path):

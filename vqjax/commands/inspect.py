@@ -17,6 +17,7 @@ from rich.table import Table
 from vqjax.commands.console import OutputFile, flag, new_parser, option, run
 from vqjax.lab.exits import say
 from vqjax.lm.checkpoints import Inspection, inspect
+from vqjax.lm.records import one_line
 
 __all__ = []
 
@@ -113,7 +114,7 @@ def _vocabulary(options: argparse.Namespace) -> None:
 def _show_inspection(found: Inspection, console: Console) -> None:
   """Print an inspection as a table."""
   console.print(
-    f"[bold]{escape(found.path)}[/]: {found.architecture}, {found.kind}\n"
+    f"[bold]{escape(one_line(found.path))}[/]: {found.architecture}, {found.kind}\n"
     f"V = {found.vocab:,}, D = {found.dim:,}, {found.layers} blocks, {found.heads} heads,"
     f" {found.kv_heads} key-value heads, context {found.context:,}",
     highlight=False,

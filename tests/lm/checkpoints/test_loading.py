@@ -1,6 +1,7 @@
 """What is saved is loaded, onto meshes and with other layers; what is wrong is named."""
 
 import json
+import math
 import shutil
 
 import jax
@@ -13,7 +14,7 @@ from tests.jitted import apply
 from tests.lm.checkpoints.families import CONFIGS, YARN, V, small
 from vqjax import CodebookEmbedding, CodebookHead, DenseEmbedding, DenseHead, sharding
 from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints.families import decoder_of
+from vqjax.lm.checkpoints.families import decoder_of, described
 from vqjax.lm.models import RMSNorm
 
 
@@ -325,6 +326,24 @@ def test_a_folder_means_what_it_means_to_transformers(tied, copied):
   alone = {name: x for name, x in plain.items() if name != "model.embed_tokens.weight"}
   safetensors.numpy.save_file(alone | {"lm_head.weight": table}, file)
   assert_equal_trees(load(), tied[2]["params"])
+
+
+@pytest.mark.parametrize(
+  ("more", "magnitude"),
+  [
+    ({}, 0.1 * math.log(4) + 1),
+    ({"attention_factor": 1.5}, 1.5),
+    ({"mscale": 2.0, "mscale_all_dim": 1.0}, (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
+    ({"mscale": 2.0}, 0.1 * math.log(4) + 1),  # counts with the other alone
+    ({"mscale": 2.0, "mscale_all_dim": 0}, 0.1 * math.log(4) + 1),
+  ],
+)
+def test_the_magnitude_of_yarn_is_that_of_the_config(more, magnitude):
+  config = CONFIGS["qwen3"] | {"rope_scaling": YARN | more}
+  model = decoder_of(config)
+  np.testing.assert_allclose(model.rotary.scaling.magnitude, magnitude, rtol=1e-15)
+  # What is saved is read as the same decoder.
+  assert decoder_of(described(model)[1]) == model
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/x", "..", "", "a/b", 5, None])

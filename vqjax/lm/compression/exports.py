@@ -26,7 +26,7 @@ from vqjax.lm.checkpoints.readers import (
   open_source,
   verify_tensor,
 )
-from vqjax.outputs import check_output, copy_file, new_output
+from vqjax.outputs import check_output, copied_file, copy_file, new_output
 from vqjax.tables.gguf_types import block_type, encode_blocks
 from vqjax.tables.grids import LevelGrid, fit_grid
 from vqjax.tables.moments import Moments
@@ -210,6 +210,8 @@ def integer_source(
     raise ValueError(f"`bits` must be 8 or 4; got {bits}. Others are not written.")
   source = open_source(path)
   check_not_compressed(source)
+  for file in _further_files(source):
+    copied_file(file)
   if source.config.get("quantization_config"):
     raise ValueError(f"`path` must not be quantised already; got {path}. Give the original model.")
   dim = source.decoder().dim
@@ -246,6 +248,13 @@ def _write_folder(
   return sizes
 
 
+def _further_files(source: ModelSource) -> list[pathlib.Path]:
+  """The files of a folder that are copied with its weights."""
+  is_index = lambda file: file.name.endswith(".safetensors.index.json")
+  files = source.path.iterdir() if source.path.is_dir() else ()
+  return [f for f in files if f.is_file() and f.suffix not in WEIGHTS and not is_index(f)]
+
+
 def copy_folder(
   source: ModelSource,
   folder: pathlib.Path,
@@ -259,10 +268,8 @@ def copy_folder(
     replaced: name and tensor -> the arrays in its place by their names; None: it is copied.
   """
   folder.mkdir()
-  for file in source.path.iterdir():
-    is_index = file.name.endswith(".safetensors.index.json")
-    if file.is_file() and file.suffix not in WEIGHTS and not is_index:
-      copy_file(file, folder / file.name)
+  for file in _further_files(source):
+    copy_file(file, folder / file.name)
   files = ShardedFiles(folder, 5 * 10**9)
   for name, tensor in source.tensors.items():
     verify_tensor(name, tensor, source.path)

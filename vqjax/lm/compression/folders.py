@@ -34,7 +34,7 @@ from vqjax.lm.compression.judging import (
 from vqjax.lm.compression.search import CLOSE_SIZE, COMPRESSIONS, Compression, Point, Tables, search
 from vqjax.lm.jobs import ProgressBars, check_free, open_work, work_of
 from vqjax.lm.texts import WINDOW, check_tokens, check_window, counts_of, encode_texts, text_windows
-from vqjax.outputs import check_output, new_output, publish, write_text
+from vqjax.outputs import check_output, copied_file, new_output, publish, write_text
 from vqjax.tables import Moments, container, gguf_types
 from vqjax.tables.coded import SMOOTHING
 from vqjax.tables.grids import check_rows
@@ -224,6 +224,8 @@ def check_paths(job: CompressionJob) -> None:
   check_output(job.out, "--out", folder=True)
   if job.model.is_dir() or job.model.suffix == ".safetensors":
     check_not_compressed(checkpoints.readers.open_source(job.model))
+  if (beside := job.model / "tokenizer_config.json").is_file():
+    copied_file(beside)
   if (job.kl is None) == (job.size is None):
     raise ValueError("give either `--kl` or `--bytes`, and not both.")
   if job.kl is not None and not 0 < job.kl < math.inf:
