@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from typing import Any, final
 
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from vqjax.heads import regularizers
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.scores import OutputFunction, ScoreOptions, Softcap
+from vqjax.ops.scores import OutputFunction, ScoreOptions, Softcap, check_softcap
 from vqjax.types import Dtype
 
 __all__ = ["LinearHead"]
@@ -90,10 +89,7 @@ class LinearHead(Head):
   def check(self) -> None:
     """Check the options of the loss."""
     regularizers.check(self)
-    if self.softcap is not None and not 0 < self.softcap < math.inf:
-      raise ValueError(
-        f"`softcap` must be positive and finite; got {self.softcap}. Give 30, or None for no cap."
-      )
+    check_softcap(self.softcap)
 
   def flops_per_token(self) -> int:
     """One product of width D for each token of the vocabulary."""
