@@ -16,7 +16,6 @@ from vqjax import (
   DPQEmbedding,
   EncoderQuantizer,
   GuidedEmbedding,
-  MovingAverage,
   ProductEmbedding,
   SoftmaxQuantizer,
   convert,
@@ -95,10 +94,9 @@ def test_codes_rebuild_the_table_and_training_keeps_them(dense, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("average", [None, MovingAverage()])
 @pytest.mark.parametrize("shared", [False, True])
-def test_initial_centroids_are_clusters_of_the_initial_queries(average, shared):
-  quantizer = CentroidQuantizer(4, 2, D, shared=shared, normalize=False, moving_average=average)
+def test_initial_centroids_are_clusters_of_the_initial_queries(shared):
+  quantizer = CentroidQuantizer(4, 2, D, shared=shared, normalize=False)
   embedding = DPQEmbedding(61, D, quantizer)
   own = embedding.init(jax.random.key(0), np.zeros(1, np.int32))
   query = np.asarray(own["params"]["query"])
