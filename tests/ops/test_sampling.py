@@ -157,6 +157,7 @@ def test_the_nucleus_of_many_scores_equals_that_of_stored_ones(monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.untyped
 def test_the_edge_of_a_nucleus_is_found_among_numbers_of_any_size_and_sign(bits):
   row = np.float32([-3e38, -1e30, -88.5, -2.0, -np.inf, -0.0, 0.0, 1e-30, 1.5, -np.inf])
   mass = np.exp(np.float64(row) - np.log(np.exp(np.float64(row)).sum()))

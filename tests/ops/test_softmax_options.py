@@ -268,6 +268,7 @@ def test_a_score_beyond_all_numbers_is_capped_and_not_removed():
 
 
 @pytest.mark.parametrize("tile", [(4,), (2.0, 4), (1, 2, 3)])
+@pytest.mark.untyped
 def test_a_tile_must_be_two_ints(tile):
   with pytest.raises(ValueError, match=r"`tile` must be .* got"):
     ScoreOptions(tile=tile)
