@@ -19,7 +19,7 @@ from vqjax.lab.training.run_folder import START_AFRESH, EncodedText, read_config
 from vqjax.lab.training.step import TrainState, state_checksums
 from vqjax.lm import records
 
-__all__ = ["FromPart", "FromRun", "read_run_variables", "saved_steps"]
+__all__ = ["FromRun", "read_run_variables", "saved_steps"]
 
 
 def _validation_loss(metrics: dict) -> float:
@@ -492,39 +492,3 @@ class FromRun:
     check_tokenizer(self.folder, text)
     other, _ = read_run_variables(self.folder, self.best)
     return other
-
-
-@dataclasses.dataclass(frozen=True)
-class FromPart:
-  """Initialises one part of a model, such as its encoder, from another run.
-
-  Attributes:
-    folder: the other run's folder.
-    part: name of the part in both models.
-    best: read its checkpoint of lowest validation loss instead of the newest.
-  """
-
-  folder: str
-  part: str
-  best: bool = False
-
-  def __call__(
-    self, text: EncodedText, model: nn.Module, variables: dict[str, Any]
-  ) -> dict[str, Any]:
-    """Return the fresh variables with the other run's part.
-
-    Raises:
-      FileNotFoundError: the folder has no checkpoint.
-      ValueError: the tokenizers differ, or one of the models has no such part.
-    """
-    del model
-    check_tokenizer(self.folder, text)
-    other, step = read_run_variables(self.folder, self.best)
-    for owner, tree in ((f"checkpoint {step} of {self.folder}", other), ("the model", variables)):
-      if self.part not in tree["params"]:
-        raise ValueError(
-          f"`part` must be one of {', '.join(sorted(tree['params']))} in {owner}; got"
-          f" {self.part!r}."
-        )
-    part = {name: {self.part: tree[self.part]} for name, tree in other.items() if self.part in tree}
-    return {name: tree | part.get(name, {}) for name, tree in variables.items()}
