@@ -140,7 +140,6 @@ class PackedEmbedding(Embedding):
     return declared_rows(self)
 
   def check(self) -> None:
-    """Check the row groups and the stream."""
     check_packed_rows(self)
 
   def flops_per_token(self) -> int:

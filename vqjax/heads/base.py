@@ -48,6 +48,7 @@ from vqjax.ops.sampling import Blocks, SamplingOptions
 from vqjax.ops.scores import check_temperature
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import check_arrays, check_mask, in_vocabulary, widened
+from vqjax.types import Dtype
 
 __all__ = ["Head"]
 
@@ -73,11 +74,15 @@ class Head(Layer):
     dim: width of the hidden vectors, D.
     vocab_axis: mesh axis over which the vocabulary is sharded (`jax.set_mesh`). None, or without
       a mesh: every device holds the whole vocabulary.
+    dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weights.
+    param_dtype: dtype of the parameters.
   """
 
   vocab: int
   dim: int
   vocab_axis: str | None = dataclasses.field(default=None, kw_only=True)
+  dtype: Dtype | None = dataclasses.field(default=None, kw_only=True)
+  param_dtype: Dtype = dataclasses.field(default=jnp.float32, kw_only=True)
 
   @final
   def __call__(self, hidden: Float[ArrayLike, "*B D"]) -> Float[Array, "*B V"]:
@@ -337,6 +342,10 @@ class Head(Layer):
       raise TypeError(f"`key` must be a key of jax.random; got {key!r}. Use jax.random.key(0).")
     allowed = None if allowed is None else jnp.asarray(allowed)
     return self._on_devices(body, hidden, key, allowed)
+
+  def _operand_dtype(self, hidden: Array, weight: Array) -> Dtype:
+    """The dtype of a product's operands."""
+    return jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
 
   def _padded_bias(self, name: str) -> Sharded:
     """A bias [V] that removes the rows which pad a device's part.

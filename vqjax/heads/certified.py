@@ -129,7 +129,6 @@ class CertifiedHead(DenseHead):
     }
 
   def check(self) -> None:
-    """Check the budget."""
     super().check()
     if self.budget < 1:
       raise ValueError(f"`budget` must be at least 1; got {self.budget}. 256 is usual.")
@@ -174,7 +173,7 @@ class CertifiedHead(DenseHead):
     """`certified.best` of the device's own rows."""
     weight, bias = self._rows(arrays).all(), arrays["bias"]
     count = weight.shape[0]
-    dtype = jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+    dtype = self._operand_dtype(hidden, weight)
     scoring = ScoreOptions(output=self._output())
     finish = lambda product_WB, cut: scoring.finish_rows(product_WB, cut(bias))
     int8 = Int8Rows(*(arrays[name] for name in _INT8))

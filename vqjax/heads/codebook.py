@@ -35,7 +35,6 @@ from vqjax.ops import codes as code_ops
 from vqjax.ops import sampling, softmax, topk, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import in_vocabulary, mean_over
-from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, integer_variable, row_init
 
 __all__ = ["CodebookHead"]
@@ -81,8 +80,6 @@ class CodebookHead(Head):
       the training loss.
     codebook_init: initialiser of the [K, D] codebook; unused by a tied head.
     bias_init: initialiser of the [V] token bias, such as `UnigramBias`.
-    dtype: dtype of the matrix product's operands; None: the promoted dtype of hidden and codebook.
-    param_dtype: dtype of the parameters.
   """
 
   codes: int
@@ -94,8 +91,6 @@ class CodebookHead(Head):
   label_smoothing: float = 0.0
   codebook_init: Initializer = row_init
   bias_init: Initializer = nn.initializers.zeros_init()
-  dtype: Dtype | None = None
-  param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
     """The codebook [K, D] and assignment [V], or the embedding, and the bias [V]."""
@@ -117,7 +112,6 @@ class CodebookHead(Head):
     return declared
 
   def check(self) -> None:
-    """Check the number of codes, the options of the loss and a tied embedding."""
     check_codes(self.vocab, self.codes)
     regularizers.check(self)
     tied = self.embedding

@@ -77,7 +77,6 @@ class DPQHead(LinearHead):
     return self.vocab * (self._rows_embedding().flops_per_token() + 2 * self.dim)
 
   def parts(self) -> dict[str, Any]:
-    """The variables of the rows and the bias."""
     return super().parts() | {"table": self.table.parts()}
 
   def _rows(self, arrays: Arrays) -> RowFactory:

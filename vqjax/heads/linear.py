@@ -17,7 +17,6 @@ import abc
 import dataclasses
 from typing import Any, final
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vqjax.heads import regularizers
@@ -25,7 +24,6 @@ from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.scores import OutputFunction, ScoreOptions, Softcap, check_softcap
-from vqjax.types import Dtype
 
 __all__ = ["LinearHead"]
 
@@ -37,16 +35,12 @@ class LinearHead(Head):
   z-loss or label smoothing the loss still takes one pass over the vocabulary.
 
   Attributes:
-    dtype: dtype of the matrix product's operands; None: the promoted dtype of hidden and rows.
-    param_dtype: dtype of the parameters.
     softcap: largest absolute score c: scores are c · tanh(score / c); None: no cap.
     z_loss: coefficient of the mean squared log-normaliser in the training loss.
     label_smoothing: part of the target, in [0, 1), that is spread evenly over the vocabulary in
       the training loss; `log_prob` is of the token itself.
   """
 
-  dtype: Dtype | None = dataclasses.field(default=None, kw_only=True)
-  param_dtype: Dtype = dataclasses.field(default=jnp.float32, kw_only=True)
   softcap: float | None = dataclasses.field(default=None, kw_only=True)
   z_loss: float = dataclasses.field(default=0.0, kw_only=True)
   label_smoothing: float = dataclasses.field(default=0.0, kw_only=True)
@@ -87,7 +81,6 @@ class LinearHead(Head):
     return found | {"bias": self._padded_bias(name)}
 
   def check(self) -> None:
-    """Check the options of the loss."""
     regularizers.check(self)
     check_softcap(self.softcap)
 

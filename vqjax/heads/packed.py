@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 from flax import linen as nn
 
 from vqjax.embeddings.packed import (
@@ -83,7 +82,6 @@ class PackedHead(LinearHead):
     return declared
 
   def check(self) -> None:
-    """Check the row groups and the stream, or that a tied embedding has the head's shape."""
     super().check()
     tied = self.embedding
     if tied is None:
@@ -114,7 +112,7 @@ class PackedHead(LinearHead):
   def _projected(self, arrays, hidden):
     """inverse · hidden, in the promoted dtype of hidden vectors and parameters."""
     inverse = self._of(arrays)["inverse"]
-    dtype = self.dtype or jnp.promote_types(hidden.dtype, inverse.dtype)
+    dtype = self._operand_dtype(hidden, inverse)
     return softmax.linear_scores(hidden, inverse, dtype=dtype).astype(dtype)
 
   def _linear(self, arrays):

@@ -45,7 +45,6 @@ class SampledSoftmaxHead(DenseHead):
   proposal: Proposal = dataclasses.field(default=sampled_softmax.log_uniform, kw_only=True)
 
   def check(self) -> None:
-    """Check the number of samples, and that no option needs the scores of all tokens."""
     super().check()
     sampled_softmax.check_samples(self.samples, self.vocab)
     if self.output is not None:

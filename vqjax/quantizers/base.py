@@ -87,7 +87,6 @@ class Quantizer(Layer):
     return self if self.dim is not None else self.clone(dim=width)
 
   def check(self) -> None:
-    """Check the numbers of the fields."""
     if self.dim is None:
       raise ValueError(
         f"`dim` of {type(self).__name__} must be given; got None. Give the width of the vectors,"

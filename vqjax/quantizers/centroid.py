@@ -34,7 +34,6 @@ class CentroidQuantizer(Quantizer):
     return super().declare() | {"centroids": self._table(self.dim)}
 
   def check(self) -> None:
-    """Check the coefficients of the loss terms."""
     super().check()
     self._check_keys()
     check_not_negative(weight=self.weight, commitment=self.commitment)

@@ -36,7 +36,6 @@ class _ChosenBySoftmax(Quantizer):
     return super().declare() | {"values": self._table(self.width)}
 
   def check(self) -> None:
-    """Check the width of the values and the temperatures."""
     super().check()
     if self.width % self.subspaces and not self.additive:
       raise ValueError(
@@ -90,7 +89,6 @@ class SoftmaxQuantizer(_ChosenBySoftmax):
     return declared
 
   def check(self) -> None:
-    """Check that tied keys and values have one width."""
     super().check()
     self._check_keys()
     if self.tied and self.width != self.dim:
@@ -171,7 +169,6 @@ class FreeQuantizer(_ChosenBySoftmax):
     return self if self.dim is not None else self.clone(dim=choices, value_dim=width)
 
   def check(self) -> None:
-    """Check that the vectors hold one response for each code of each subspace."""
     super().check()
     choices = self.subspaces * self.codes
     if self.dim != choices or self.value_dim is None:
