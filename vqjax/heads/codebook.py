@@ -29,8 +29,7 @@ from jaxtyping import Array, Float, Int
 from vqjax import assign
 from vqjax.assign.checks import check_codes
 from vqjax.embeddings.codebook import CodebookEmbedding
-from vqjax.heads import regularizers
-from vqjax.heads.base import Arrays, Head
+from vqjax.heads.base import Arrays, RegularizedHead
 from vqjax.ops import codes as code_ops
 from vqjax.ops import sampling, softmax, topk, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
@@ -40,7 +39,7 @@ from vqjax.variables import Declaration, Initializer, Variable, integer_variable
 __all__ = ["CodebookHead"]
 
 
-class CodebookHead(Head):
+class CodebookHead(RegularizedHead):
   """softmax of hidden · codebook[code of the token] + token bias.
 
   The head has K·D parameters and computes exact log-probabilities in O(N·K·D). Without a token bias
@@ -75,9 +74,6 @@ class CodebookHead(Head):
     token_bias: add a score for each token.
     embedding: the embedding whose codebook and assignment the head uses; None: its own.
     commitment: coefficient of the commitment term of the training loss (Section 3.4); 0 for none.
-    z_loss: coefficient of the mean squared log-normaliser in the training loss.
-    label_smoothing: part of the target, in [0, 1), that is spread evenly over the vocabulary in
-      the training loss.
     codebook_init: initialiser of the [K, D] codebook; unused by a tied head.
     bias_init: initialiser of the [V] token bias, such as `UnigramBias`.
   """
@@ -87,8 +83,6 @@ class CodebookHead(Head):
   token_bias: bool = False
   embedding: CodebookEmbedding | None = None
   commitment: float = 0.0
-  z_loss: float = 0.0
-  label_smoothing: float = 0.0
   codebook_init: Initializer = row_init
   bias_init: Initializer = nn.initializers.zeros_init()
 
@@ -113,7 +107,7 @@ class CodebookHead(Head):
 
   def check(self) -> None:
     check_codes(self.vocab, self.codes)
-    regularizers.check(self)
+    super().check()
     tied = self.embedding
     if tied is not None and not isinstance(tied, CodebookEmbedding):
       raise ValueError(
@@ -174,7 +168,7 @@ class CodebookHead(Head):
   def _loss_terms(self, arrays, hidden, token, known):
     scores = self._softmax(arrays, hidden, token, mean=self.label_smoothing > 0)
     terms = self._commitment(arrays, hidden, token, known) if self.commitment else {}
-    return scores.log_prob, terms | regularizers.terms(self, scores, known)
+    return scores.log_prob, terms | self._regularizers(scores, known)
 
   def _commitment(self, arrays, hidden, token, known):
     """The squared distance of hidden vectors to the codes of their tokens.
