@@ -15,7 +15,13 @@ from flax import linen as nn
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from vqjax.lab.training.distributed import await_verdict, from_main, is_joined, is_main
-from vqjax.lab.training.run_folder import START_AFRESH, EncodedText, read_config, read_metrics
+from vqjax.lab.training.run_folder import (
+  START_AFRESH,
+  EncodedText,
+  disk_errors,
+  read_config,
+  read_metrics,
+)
 from vqjax.lab.training.step import TrainState, state_checksums
 from vqjax.lm import records
 
@@ -99,10 +105,8 @@ class Checkpoints:
     self.folder, self.owner, self._complete_by = folder / "checkpoints", owner, complete_by
     self._saving = self._progress = None
     # Before Orbax reads the metrics of all of them. The other processes wait.
-    try:
+    with disk_errors(self.folder):
       from_main("checkpoints", self._inspect)
-    except OSError as error:
-      raise records.disk_error(error, self.folder) from error
     best = policy.BestN(
       get_metric_fn=_validation_loss,
       reverse=True,  # Orbax keeps the last of the sorted checkpoints: the least loss
@@ -115,7 +119,7 @@ class Checkpoints:
       async_options=ocp.AsyncOptions(post_finalization_callback=self._write_progress),
       **BEST,
     )
-    try:
+    with disk_errors(self.folder):
       self._manager = ocp.CheckpointManager(
         self.folder.absolute(),
         options=options,
@@ -124,8 +128,6 @@ class Checkpoints:
           "record": ocp.JsonCheckpointHandler(),
         },
       )
-    except OSError as error:
-      raise records.disk_error(error, self.folder) from error
 
   def _inspect(self) -> str:
     """Compare the records with what is there, and move those that are damaged aside."""
