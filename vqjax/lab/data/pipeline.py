@@ -113,15 +113,10 @@ class Windows(_NextTokens):
 
   An epoch has every token: the last window starts early enough to be whole. A batch may hold the
   end of one epoch and the start of the next.
-
-  Attributes:
-    shuffle: False: the windows come in the order of the text.
   """
 
-  shuffle: bool = True
-
   def _source(self, split, batch, context, seed, rows):
-    return _WindowBatches(split, batch, context, seed if self.shuffle else None, rows)
+    return _WindowBatches(split, batch, context, seed, rows)
 
 
 class _WindowBatches:
@@ -145,11 +140,11 @@ class _Order:
   Attributes:
     items: number of items in an epoch.
     batch: rows of a batch, B.
-    seed: seed of the permutations; None: each epoch has the items in their order.
+    seed: seed of the permutations.
     rows: the rows of a batch that this process reads.
   """
 
-  def __init__(self, items: int, batch: int, seed: int | None, rows: np.ndarray):
+  def __init__(self, items: int, batch: int, seed: int, rows: np.ndarray):
     self.items, self.batch, self.seed, self.rows = items, batch, seed, rows
     # A batch reads from at most two epochs, and permutations of large splits are slow.
     self._order = functools.lru_cache(maxsize=2)(self._permutation)
@@ -160,8 +155,6 @@ class _Order:
     return np.array([self._order(int(e))[p] for e, p in zip(epoch, position)])
 
   def _permutation(self, epoch: int) -> np.ndarray:
-    if self.seed is None:
-      return np.arange(self.items)
     return np.random.default_rng([self.seed, epoch]).permutation(self.items)
 
 
