@@ -83,7 +83,7 @@ def tile_of_tokens(
   elif limits.rounds:
     moved = 4 * (steps - 1) * vocab * dim
   else:
-    moved = 8 * tokens * vocab + (steps - 1) * vocab * dim * (8 + 2 * itemsize)
+    moved = 10 * tokens * vocab + (steps - 1) * vocab * dim * (8 + 2 * itemsize)
   if 2 * tokens * dim * vocab <= limits.balance * moved:
     return None
   return tiles.part(tokens, fitting) if fitting >= 64 else fitting

@@ -192,7 +192,7 @@ def _forward(plan, layer, row_PN):
   sums_scores = outputs.mean and not (layer.options.function is None and layer.weight.is_table)
   start = empty(outputs, row_PN.shape, sums_scores)
   if plan.kept:
-    add = lambda old, score, first: merge(old, (score,), first, row_PN, axis=0, fuses=plan.fuses)
+    add = lambda old, score, *place: merge(old, (score,), place[0], row_PN, place[1], plan.fuses)
     start, kept = tiles.kept_scores(plan.cut, layer, plan.kept, start, add)
   if plan.fuses and not plan.kept:
     # A lower bound of the maximum, which the first tile may be summed below.

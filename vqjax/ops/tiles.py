@@ -465,16 +465,18 @@ def fold(
 
 
 def kept_scores(
-  cut: Cut, layer: Linear, count: int, carry: Any, merge: Callable[[Any, Array, Array], Any]
+  cut: Cut, layer: Linear, count: int, carry: Any, merge: Callable[[Any, Array, Array, int], Any]
 ) -> tuple[Any, Array]:
-  """The carry after the first `count` tiles of rows, and their raw scores [count, v, P, N].
+  """The carry after the first `count` tiles of rows, and their raw scores.
+
+  The scores are [count, P, N, v]; on a CPU [count, v, P, N], as its products read and write them.
 
   Args:
     cut: tile and token shards; all tokens meet a tile of rows at once.
     layer: the operands.
     count: number of tiles.
     carry: a tree of [P, N, ...] arrays.
-    merge: (carry, scores [v, P, N], index of the first row) -> carry.
+    merge: (carry, scores of a tile, index of the first row, axis of the rows) -> carry.
   """
   v, height = layer.weight.count, cut.tile.vocab
   hidden_PND = layer.hidden.astype(layer.options.dtype)
@@ -482,11 +484,17 @@ def kept_scores(
   def vocab_step(carry, v_index):
     start, fresh_v = edge(v_index, height, v)
     part = tile_rows(cut, layer, start)
-    raw_vPN = raw_scores(part.weight, hidden_PND, ((1,), (2,)))
-    score_vPN = layer.options.finish(raw_vPN.astype(jnp.float32), part.bias)
+    if _reads_rows():
+      raw = raw_scores(part.weight, hidden_PND, ((1,), (2,)))
+    else:
+      raw = raw_scores(hidden_PND, part.weight, ((2,), (1,)))
+    axis, bias = -1, None if part.bias is None else part.bias[:, 0, 0]
+    if _reads_rows():
+      axis, bias, fresh_v = 0, part.bias, fresh_v[:, None, None]
+    score = layer.options.finish(raw.astype(jnp.float32), bias)
     if v % height:
-      score_vPN = jnp.where(fresh_v[:, None, None], score_vPN, -jnp.inf)
-    return merge(carry, score_vPN, start), raw_vPN
+      score = jnp.where(fresh_v, score, -jnp.inf)
+    return merge(carry, score, start, axis), raw
 
   carry = varying((carry, layer))[0]
   return lax.scan(vocab_step, carry, jnp.arange(count, dtype=jnp.int32))
@@ -530,8 +538,8 @@ def gradients(
     d_scores: (scores [v, P, n] of each layer, index of each row [v, 1, 1], per_token [P, n, ...])
       -> the cotangent [v, P, n] of each layer's scores. A row that is removed by a bias of -inf
       must get 0.
-    kept: raw scores [tiles, v, P, N] of the first tiles of rows of each layer, as `kept_scores` has
-      them, which are not computed again; or None.
+    kept: raw scores of the first tiles of rows of each layer, from `kept_scores`, which are not
+      computed again; or None.
   """
   n, v = layers[0].hidden.shape[1], layers[0].weight.count
   height, per_token = cut.tile.vocab, varying((per_token, layers))[0]
@@ -577,7 +585,10 @@ def _of_rows(cut, tokens, layers, per_token, d_scores, totals, rows, kept):
 
     def token_step(n_index, sums):
       hiddens = [tokens.at(x.hidden, n_index).astype(x.options.dtype) for x in layers]
-      raws = kept or [raw_scores(x.weight, y, ((1,), (2,))) for x, y in zip(rows, hiddens)]
+      if kept is None:
+        raws = [raw_scores(x.weight, y, ((1,), (2,))) for x, y in zip(rows, hiddens)]
+      else:
+        raws = [raw if _reads_rows() else jnp.moveaxis(raw, -1, 0) for raw in kept]
       scores = [
         layer.options.finish(raw_vPn.astype(jnp.float32), part.bias)
         for layer, part, raw_vPn in zip(layers, rows, raws)
