@@ -225,7 +225,7 @@ def _forward(plan, layer, token_weight_PN, row_PN):
     )
     given = vocab_parallel.varying((given, here))[0]
     # The last reader of the scores is their gradient, which then takes their place in memory.
-    kept, loss_Pn = lax.optimization_barrier((kept, loss_Pn))
+    kept = lax.optimization_barrier((kept, loss_Pn))[0]
     sums, part = gradients(plan, here, kept, given, stats, sums)
     return sums, d_hidden.at[index].set(part), loss.at[index].set(loss_Pn)
 
