@@ -365,7 +365,7 @@ class TokenTiles(NamedTuple):
     tiles = x.reshape(x.shape[0], self.count, self.size, *x.shape[2:])
     return lax.dynamic_index_in_dim(tiles, index, axis=1, keepdims=False)
 
-  def upto(self, counted: Array | None) -> Array | int:
+  def upto(self, counted: Array | None) -> Array | np.int32:
     """Number of tiles that have the first `counted` tokens."""
     return np.int32(self.count) if counted is None else -(-counted // self.size)
 
