@@ -152,7 +152,7 @@ class CertifiedHead(DenseHead):
     `narrow.FEW` vectors take all rows too, in less time than the first pass.
     """
     vectors = max(1, math.prod(hidden.shape[:-1]))
-    is_open = not options.is_greedy and options.top_k is None
+    is_open = options.kept is None
     if is_open and (options.has_nucleus or self.vocab * vectors > device.current().stored):
       return super()._sample(arrays, hidden, key, options, allowed)
     # Of many vectors a CPU's arithmetic takes longer than the bytes of the weight.
@@ -162,12 +162,8 @@ class CertifiedHead(DenseHead):
       noise_key = jax.random.fold_in(key, vocab_parallel.first_row(self.vocab_axis, 1))
       noise = _Noise(noise_key, options.temperature)
       return best(arrays, hidden, 1, allowed, noise).tokens[..., 0]
-    k = 1 if options.is_greedy else min(options.top_k, self.vocab)
-    found = best(arrays, hidden, k, allowed)
-    if options.is_greedy:
-      return found.tokens[..., 0]
-    scores = found.scores / options.temperature
-    return sampling.draw_among(scores, found.tokens, key, options.top_p)
+    found = best(arrays, hidden, min(options.kept, self.vocab), allowed)
+    return sampling.draw_of_best(found.scores, found.tokens, key, options)
 
   def _best(self, arrays, hidden, k, allowed=None, noise=None) -> Best:
     """`certified.best` of the device's own rows."""

@@ -334,19 +334,16 @@ class RoutedHead(DenseRows):
     A few vectors draw among the chosen rows and the other clusters, and in a cluster among its
     tokens. A mask, or a nucleus without `top_k`, takes the scores of all tokens.
     """
-    is_nucleus_of_all = options.top_k is None and options.has_nucleus and not options.is_greedy
+    is_nucleus_of_all = options.kept is None and options.has_nucleus
     if allowed is not None or is_nucleus_of_all or not self._is_few(hidden):
       return super()._sample(arrays, hidden, key, options, allowed)
     routes, score_Bn, token_Bn = self._candidates(arrays, hidden, in_turn=True)
     if options.is_plain:
       score_Bn = score_Bn / options.temperature
       return self._draw(arrays, routes, score_Bn, token_Bn, key, options.temperature)
-    k = 1 if options.is_greedy else min(options.top_k, self.vocab)
+    k = min(options.kept, self.vocab)
     best = self._best(arrays, hidden, routes, score_Bn, token_Bn, k)
-    if options.is_greedy:
-      return best.tokens[..., 0]
-    score_Bk = best.scores / options.temperature
-    return sampling.draw_among(score_Bk, best.tokens, key, options.top_p)
+    return sampling.draw_of_best(best.scores, best.tokens, key, options)
 
   def _draw(self, arrays, routes, score_Bn, token_Bn, key, temperature):
     """A chosen row or another cluster by its mass, and then a token of the cluster."""
