@@ -224,8 +224,9 @@ def _forward(plan, layer, token_weight_PN, row_PN):
       row=row_Pn, z=z, own=d_log_prob, prob=d_log_z - d_log_prob, score_sum=d_score_sum
     )
     given = vocab_parallel.varying((given, here))[0]
-    # The last reader of the scores is their gradient, which then takes their place in memory.
-    kept = lax.optimization_barrier((kept, loss_Pn))[0]
+    if not plan.limits.fuses:
+      # The last reader of the scores is their gradient, which then takes their place in memory.
+      kept = lax.optimization_barrier((kept, loss_Pn))[0]
     sums, part = gradients(plan, here, kept, given, stats, sums)
     return sums, d_hidden.at[index].set(part), loss.at[index].set(loss_Pn)
 
