@@ -26,7 +26,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from vqjax.heads.base import Head
 from vqjax.heads.dense import DenseHead
-from vqjax.ops import certified, sampling, vocab_parallel
+from vqjax.ops import certified, device, sampling, vocab_parallel
 from vqjax.ops.certified import Best, Int8Rows
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.topk import TopK
@@ -129,7 +129,6 @@ class CertifiedHead(DenseHead):
     }
 
   def check(self) -> None:
-    """Check the budget."""
     super().check()
     if self.budget < 1:
       raise ValueError(f"`budget` must be at least 1; got {self.budget}. 256 is usual.")
@@ -149,12 +148,12 @@ class CertifiedHead(DenseHead):
 
     A draw from all tokens adds Gumbel noise to each score and its bound, and takes the best. A
     nucleus without `top_k` needs the mass of every row and takes all of them, as do draws of so
-    many rows that their noise would not fit (`sampling.STORED_SCORES`). On a CPU more than
+    many rows that their noise would not fit (`device.Device.stored`). On a CPU more than
     `narrow.FEW` vectors take all rows too, in less time than the first pass.
     """
     vectors = max(1, math.prod(hidden.shape[:-1]))
-    is_open = not options.is_greedy and options.top_k is None
-    if is_open and (options.has_nucleus or self.vocab * vectors > sampling.STORED_SCORES):
+    is_open = options.kept is None
+    if is_open and (options.has_nucleus or self.vocab * vectors > device.current().stored):
       return super()._sample(arrays, hidden, key, options, allowed)
     # Of many vectors a CPU's arithmetic takes longer than the bytes of the weight.
     best = self._best if certified.pays(vectors) else self._best_of_all
@@ -163,18 +162,14 @@ class CertifiedHead(DenseHead):
       noise_key = jax.random.fold_in(key, vocab_parallel.first_row(self.vocab_axis, 1))
       noise = _Noise(noise_key, options.temperature)
       return best(arrays, hidden, 1, allowed, noise).tokens[..., 0]
-    k = 1 if options.is_greedy else min(options.top_k, self.vocab)
-    found = best(arrays, hidden, k, allowed)
-    if options.is_greedy:
-      return found.tokens[..., 0]
-    scores = found.scores / options.temperature
-    return sampling.draw_among(scores, found.tokens, key, options.top_p)
+    found = best(arrays, hidden, min(options.kept, self.vocab), allowed)
+    return sampling.draw_of_best(found.scores, found.tokens, key, options)
 
   def _best(self, arrays, hidden, k, allowed=None, noise=None) -> Best:
     """`certified.best` of the device's own rows."""
     weight, bias = self._rows(arrays).all(), arrays["bias"]
     count = weight.shape[0]
-    dtype = jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+    dtype = self._operand_dtype(hidden, weight)
     scoring = ScoreOptions(output=self._output())
     finish = lambda product_WB, cut: scoring.finish_rows(product_WB, cut(bias))
     int8 = Int8Rows(*(arrays[name] for name in _INT8))

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.heads.base import Arrays, Head
-from vqjax.ops import group_search, sampling, topk, vocab_parallel
+from vqjax.ops import device, group_search, sampling, topk, vocab_parallel
 from vqjax.ops.sampling import SamplingOptions
 
 __all__ = []
@@ -116,15 +116,10 @@ class GroupDecodingHead(Head):
 
   def _draw(self, arrays, hidden, key, options, allowed):
     """A token for each vector, and the number of groups that were scored."""
-    if allowed is None and options.is_greedy:
-      _, tokens, visited = self._best(arrays, hidden, 1)
-      return tokens[..., 0], visited
-    # The k best stay the k best at any temperature, and `top_p` is a cut among them.
-    if allowed is None and options.top_k is not None:
-      k = min(options.top_k, self.vocab)
+    if allowed is None and options.kept is not None:
+      k = min(options.kept, self.vocab)
       log_prob_Bk, token_Bk, visited = self._best(arrays, hidden, k)
-      score_Bk = log_prob_Bk / options.temperature
-      return sampling.draw_among(score_Bk, token_Bk, key, options.top_p), visited
+      return sampling.draw_of_best(log_prob_Bk, token_Bk, key, options), visited
     if options.is_plain:
       return self._draw_group_first(arrays, hidden, key, options.temperature, allowed)
     # A nucleus is left, or a filter under a mask.
@@ -137,7 +132,7 @@ class GroupDecodingHead(Head):
     groups = self._groups(arrays, hidden)
     width, (_, slots) = self._step_width(groups), self.groups_and_slots()
     # The search stores the scores of its groups, for the draw.
-    most = sampling.STORED_SCORES // max(1, math.prod(hidden.shape[:-1]) * slots)
+    most = device.current().stored // max(1, math.prod(hidden.shape[:-1]) * slots)
     steps = max(1, min(group_search.MOST, most) // width)
     top_p, axis = options.top_p, self.vocab_axis
     position_B, known_B, visited_B = group_search.best_first_nucleus(

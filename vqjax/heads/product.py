@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
 from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
-from vqjax.ops import product, sampling, vocab_parallel
+from vqjax.ops import device, product, sampling, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocabulary import mean_over
@@ -70,7 +70,6 @@ class _ProductTables(LinearHead):
     return declared
 
   def check(self) -> None:
-    """Check the numbers of codes and subspaces."""
     super().check()
     if self.codes < 1:
       raise ValueError(f"`codes` must be at least 1; got {self.codes}. 256 is usual.")
@@ -114,7 +113,7 @@ class ProductHead(_ProductTables):
     if not product.prefers_sums(math.prod(batch), self.subspaces, self.dim):
       return super()._scores(arrays, hidden)
     codes, bias, tables = arrays["codes"], arrays["bias"], arrays["tables"]
-    dtype = self.dtype or jnp.promote_types(hidden.dtype, tables.dtype)
+    dtype = self._operand_dtype(hidden, tables)
     partial_MKB = product.partial_scores(hidden, tables, dtype)
     # The cap is of the sum, not of its parts.
     options = ScoreOptions(output=self._output())
@@ -123,7 +122,7 @@ class ProductHead(_ProductTables):
       return options.finish_rows(sum_WB, cut(bias))
 
     # Whole where it can be stored: `summed_scores` has tiles of its own.
-    if math.prod(batch) * codes.shape[0] <= sampling.STORED_SCORES:
+    if math.prod(batch) * codes.shape[0] <= device.current().stored:
       sum_VB = product.summed_scores(partial_MKB, codes)
       return sampling.stored_block(sum_VB, self.vocab, finish, self.vocab_axis)
     scores = lambda cut: finish(product.summed_scores(partial_MKB, cut(codes)), cut)

@@ -31,14 +31,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.ops import topk, vocab_parallel
+from vqjax.ops import device, topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import check_numbers
 
 __all__ = ["Blocks", "best", "gumbel", "log_z", "sample"]
-
-# Largest number of scores (128 MiB) that are stored instead of recomputed or split.
-STORED_SCORES = 2**25
 
 # Number of scores of a block (4 MiB) that is computed and reduced inside of a cache.
 CACHED_SCORES = 2**20
@@ -141,14 +138,20 @@ class SamplingOptions:
     return self.top_p is not None and self.top_p < 1
 
   @property
+  def kept(self) -> int | None:
+    """Number of best tokens that are drawn among: 1 for the arg max; None: all."""
+    return 1 if self.is_greedy else self.top_k
+
+  @property
   def is_plain(self) -> bool:
     """Whether every token may be drawn, by its probability at the temperature."""
-    return not (self.is_greedy or self.has_nucleus) and self.top_k is None
+    return self.kept is None and not self.has_nucleus
 
 
 def block_width(rows: int, vocab: int) -> int:
-  """Number of tokens of a block: up to 4096, and at most 4 Mi scores for all rows."""
-  return min(vocab, max(1, min(4096, 2**22 // max(rows, 1))))
+  """Number of tokens of a block: at most `device.Device.block` scores for all rows."""
+  most = device.current().block
+  return min(vocab, max(1, min(most // 1024, most // max(rows, 1))))
 
 
 def row_blocks(
@@ -428,18 +431,28 @@ def sample(blocks: Blocks, key: PRNGKeyArray, options: SamplingOptions) -> Int[A
   """A token from softmax(scores / temperature), cut by `top_k` and `top_p`.
 
   Without `top_k` the lowest score of the nucleus is found, exactly, by a search over the float32
-  numbers. Up to `STORED_SCORES` the scores are computed once and stored for the search; beyond,
-  they are computed 10 times, of which the search takes 8. The token is -1 where every score is
-  -inf.
+  numbers. Up to `device.Device.stored` the scores are computed once and stored for the search;
+  beyond, they are computed 10 times, of which the search takes 8. The token is -1 where every score
+  is -inf.
   """
-  if options.is_greedy:
-    return best(blocks, 1, normalizer=False)[1][..., 0]
-  if options.top_k is None:
+  if options.kept is None:
     blocks = blocks.map(lambda scores, _: scores.astype(jnp.float32) / options.temperature)
     return draw(nucleus(blocks, options.top_p), key)
+  score_Bk, token_Bk, _ = best(blocks, options.kept, normalizer=False)
+  return draw_of_best(score_Bk, token_Bk, key, options)
+
+
+def draw_of_best(
+  scores: Float[Array, "*B k"],
+  tokens: Int[Array, "*B k"],
+  key: PRNGKeyArray,
+  options: SamplingOptions,
+) -> Int[Array, "*B"]:
+  """The draw among the `options.kept` best tokens, best first."""
+  if options.is_greedy:
+    return tokens[..., 0]
   # The temperature does not change which tokens are best.
-  score_Bk, token_Bk, _ = best(blocks, options.top_k, normalizer=False)
-  return draw_among(score_Bk / options.temperature, token_Bk, key, options.top_p)
+  return draw_among(scores / options.temperature, tokens, key, options.top_p)
 
 
 def draw_among(
@@ -528,8 +541,8 @@ def nucleus_edge(
 
 
 def stored(blocks: Blocks) -> Blocks:
-  """Blocks whose scores are stored, if there are at most `STORED_SCORES`."""
-  if blocks.count * math.prod(blocks.batch) * blocks.width > STORED_SCORES:
+  """Blocks whose scores are stored, as far as the device stores them (`device.Device.stored`)."""
+  if blocks.count * math.prod(blocks.batch) * blocks.width > device.current().stored:
     return blocks
   if blocks.count == 1:
     only = blocks.block(jnp.zeros((), jnp.int32))
