@@ -6,6 +6,7 @@ row, and runs at the speed of memory. It guards against failing disks, not again
 
 import dataclasses
 import errno
+import functools
 import json
 import math
 import os
@@ -167,6 +168,12 @@ class Range:
     return f"in {'(' if self.above else '['}{self.least:,}, {self.most:,}]"
 
 
+@functools.cache  # evaluating the annotations takes milliseconds
+def hints_of(schema: type) -> dict[str, Any]:
+  """The annotations of a dataclass, with their ranges."""
+  return typing.get_type_hints(schema, include_extras=True)
+
+
 def problem_of(value: Any, hint: Any, at: str) -> str | None:
   """What is wrong with a value of JSON for an annotation, or None."""
   origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -190,7 +197,7 @@ def problem_of(value: Any, hint: Any, at: str) -> str | None:
   if dataclasses.is_dataclass(hint):
     if not isinstance(value, dict):
       return f"{name} must be a JSON object; got {shown(value)}"
-    hints = typing.get_type_hints(hint, include_extras=True)
+    hints = hints_of(hint)
     for field in dataclasses.fields(hint):
       required = field.default is field.default_factory  # both are MISSING
       inner = f"{at}.{field.name}" if at else field.name

@@ -12,9 +12,9 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args
 
-from vqjax.lm.records import Range, one_line, problem_of, shown
+from vqjax.lm.records import Range, hints_of, one_line, problem_of, shown
 
 __all__ = []
 
@@ -260,7 +260,7 @@ def _too_large(
     AXIS: (longest, "the longest axis of a tensor beside it"),
     BLOCKS: (len(shapes), "the number of tensors beside it"),
   }
-  for name, hint in get_type_hints(schema, include_extras=True).items():
+  for name, hint in hints_of(schema).items():
     option = get_args(hint)[0] if type(None) in get_args(hint) else hint
     for kind in getattr(option, "__metadata__", ()):
       most, what = limits.get(kind, (math.inf, ""))
