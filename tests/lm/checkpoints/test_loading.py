@@ -99,6 +99,22 @@ def test_a_dense_head_begins_with_the_rows_to_which_the_loaded_one_is_tied(tied)
     np.testing.assert_array_equal(found["head"]["weight"], rows)
 
 
+def test_what_is_not_saved_leaves_nothing(tied, tmp_path):
+  _, model, variables = tied
+
+  class Broken:
+    bos, eos = None, ()
+
+    def save(self, folder):
+      raise ZeroDivisionError
+
+  (tmp_path / "empty").mkdir()
+  for name in ("new", "empty"):
+    with pytest.raises(ZeroDivisionError):
+      checkpoints.save(tmp_path / name, model, variables, Broken())
+  assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["empty"]
+
+
 def test_a_decoder_of_another_class_of_layers_is_not_saved(tied, tmp_path):
   _, model, variables = tied
   for other in (model.clone(norm=RMSNorm(1e-6, 0.5)), model.clone(head=CodebookHead(V, 32, 7))):

@@ -38,6 +38,7 @@ from vqjax.lm.checkpoints.tokenizers import (
   find_tokenizer,
 )
 from vqjax.lm.models import Transformer
+from vqjax.outputs import new_output
 from vqjax.sharding import shardings
 from vqjax.tables.container import SEPARATOR
 from vqjax.tables.tensor_files import DTYPES, release, save_file
@@ -410,11 +411,10 @@ def save(
   *,
   dtype: Dtype | None = None,
   shard_bytes: int = 5 * 10**9,
-  compressed: Mapping[str, Mapping[str, np.ndarray]] | None = None,
-) -> dict[str, str]:
+) -> None:
   """Write a folder that Hugging Face transformers loads: config.json and safetensors.
 
-  With compressed tables only this library loads it.
+  It is whole or not there.
 
   Args:
     folder: a folder that does not exist or is empty.
@@ -423,19 +423,37 @@ def save(
     tokenizer: written as it was read.
     dtype: dtype of the written tensors; None: that of each variable.
     shard_bytes: largest size of a file, unless one tensor is larger.
-    compressed: what `table_file.encode` returned for "embedding" or "head", which is
-      written in place of the table.
-
-  Returns:
-    The name of the tensor of each compressed table.
 
   Raises:
     ValueError: no family computes the decoder, or the folder is not empty.
   """
-  family, config = described(model)
   folder = pathlib.Path(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(f"`folder` must be new or empty; got {folder}. Give another one.")
+  folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+  with new_output(folder, "folder", folder=True) as partial:
+    write_folder(partial, model, variables, tokenizer, dtype=dtype, shard_bytes=shard_bytes)
+
+
+def write_folder(
+  folder: pathlib.Path,
+  model: Transformer,
+  variables: Variables,
+  tokenizer: JsonTokenizer | PiecesTokenizer | None = None,
+  *,
+  dtype: Dtype | None = None,
+  shard_bytes: int = 5 * 10**9,
+  compressed: Mapping[str, Mapping[str, np.ndarray]] | None = None,
+) -> dict[str, str]:
+  """Write the files of `save` into a new folder, which the caller publishes.
+
+  With compressed tables only this library loads it: what `container.encode_table` returned for
+  "embedding" or "head" is written in place of the table.
+
+  Returns:
+    The name of the tensor of each compressed table.
+  """
+  family, config = described(model)
   shapes = traverse_util.flatten_dict(_abstract(model)["params"])
   params = traverse_util.flatten_dict(dict(variables)["params"])
   if wrong := [p for p, s in shapes.items() if p not in params or params[p].shape != s.shape]:
@@ -448,7 +466,7 @@ def save(
     raise ValueError(
       f"`dtype` must be one of {', '.join(SAVED_DTYPES)}; got {kind.name}. Cast the variables."
     )
-  folder.mkdir(parents=True, exist_ok=True)
+  folder.mkdir()
   files = ShardedFiles(folder, shard_bytes)
   tensors = {}
   for rule in family.rules:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vqjax.lm import checkpoints, records
+from vqjax.lm.checkpoints.loading import write_folder
 from vqjax.lm.checkpoints.readers import check_not_compressed
 from vqjax.lm.compression.calibration import SEED, collect
 from vqjax.lm.compression.exports import ROWS, copy_folder
@@ -419,7 +420,7 @@ def _write(job, work, loaded, coded, result):
   check_free(work, result["bytes"] + sum(x.nbytes for x in body))
   folder = work / "model"
   try:
-    tensors = checkpoints.save(folder, model, variables, tokenizer, compressed=coded)
+    tensors = write_folder(folder, model, variables, tokenizer, compressed=coded)
   except Exception as error:  # safetensors has an error of its own for a failed write
     raise records.disk_error(error, folder) from error
   tables = {n: {"tensor": tensors[n]} | result["tables"][n] for n in coded}

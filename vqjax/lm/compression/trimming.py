@@ -15,6 +15,7 @@ from flax import traverse_util
 from jaxtyping import Int
 
 from vqjax.lm import checkpoints
+from vqjax.lm.checkpoints.loading import write_folder
 from vqjax.lm.checkpoints.readers import (
   check_not_compressed,
   import_checkpoints_extra,
@@ -361,7 +362,7 @@ def trim(
   table = next((t for n, t in source.tensors.items() if n.endswith(TABLES)), None)
   written_dtype = {"F32": "float32", "F16": "float16"}.get(table and table.format, "bfloat16")
   with new_output(out, folder=True) as partial:
-    checkpoints.save(partial, small, fewer, found.rebuilt(ids), dtype=written_dtype)
+    write_folder(partial, small, fewer, found.rebuilt(ids), dtype=written_dtype)
     _renumber_files(source.path if source.path.is_dir() else source.path.parent, partial, ids)
     written = checkpoints.load_tokenizer(partial)
     report = _measured(
