@@ -207,6 +207,12 @@ def _of_pieces(tokenizer: PiecesTokenizer) -> Vocabulary:
       number_of.get(tokenizer.bos),
       [number_of[token] for token in tokenizer.eos],
       add_bos=tokenizer.add_bos,
+      added=[
+        dataclasses.replace(token, number=number_of[number])
+        for number, token in tokenizer.added.items()
+        if number in number_of
+      ],
+      spaced=tokenizer.spaced,
     )
 
   is_bpe = proto.trainer_spec.model_type == 2
@@ -281,7 +287,6 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
       library,
       new_of.get(tokenizer.bos),
       [new_of[token] for token in tokenizer.eos],
-      add_bos=tokenizer.add_bos,
       beside=tokenizer.beside,
     )
 

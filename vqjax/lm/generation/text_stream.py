@@ -28,8 +28,12 @@ class TextStream:
   def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()):
     """Begin after a prompt, which is not part of the text."""
     self._tokenizer, self._stop = tokenizer, tuple(stop)
-    self._tokens = list(prompt[-BEFORE:])
-    # Tokens from `_first` are decoded together; the text up to `_read` has been taken.
+    before = BEFORE
+    while before < len(prompt) and not tokenizer.decode(prompt[-before:]):
+      before *= 2
+    self._tokens = list(prompt[-before:])
+    # Tokens from `_first` are decoded together, which begin with some that have a text, because
+    # tokenizers drop the space before a first one; the text up to `_read` has been taken.
     self._first, self._read = 0, len(self._tokens)
     self._held = ""
     self.text, self.stopped = "", False
@@ -54,7 +58,7 @@ class TextStream:
     return self._tokenizer.decode(self._tokens[self._first :])[len(before) :]
 
   def _take(self, text: str) -> str:
-    self._first, self._read = self._read, len(self._tokens)
+    self._first, self._read = self._read if text else self._first, len(self._tokens)
     text = self._held + text
     found = [at for at in map(text.find, self._stop) if at >= 0]
     if found:
