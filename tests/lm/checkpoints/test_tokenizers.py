@@ -36,6 +36,7 @@ def words_of(count):
   return made
 
 
+@pytest.mark.programs(30)
 def test_a_tokenizer_json_is_read_with_what_begins_a_text(folder, tmp_path):
   words_of(97).save(str(folder / "tokenizer.json"))
   config = json.loads((folder / "config.json").read_text())

@@ -313,8 +313,8 @@ def _with_pieces(content: bytes, added: Mapping[int, AddedToken]) -> bytes:
         f" {piece.piece!r} in the model. Download the files of one tokenizer."
       )
     if piece.type == UNUSED:
-      piece.piece, piece.type = token.text, CONTROL if token.control else USER_DEFINED
-    elif piece.type == NORMAL:
+      piece.piece = token.text
+    if piece.type not in (UNKNOWN, BYTE):
       piece.type = CONTROL if token.control else USER_DEFINED
   proto.trainer_spec.vocab_size = len(proto.pieces)
   return proto.SerializeToString()
