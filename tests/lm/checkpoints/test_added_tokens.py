@@ -243,6 +243,14 @@ FOLDERS = {
   "an id of another token": ({"added_tokens": {"<x>": 3}}, "<x>"),
   "one id for two tokens": ({"added_tokens": {"<x>": 258, "<y>": 258}}, "258"),
   "an id that is a text": ({"added_tokens": {"<x>": "258"}}, "'258'"),
+  "a flag that is a text": ({"tokenizer_config": {"add_bos_token": "no"}}, "add_bos_token"),
+  "a class that is a number": ({"tokenizer_config": {"tokenizer_class": 1}}, "tokenizer_class"),
+  "entries that are a list": (
+    {"tokenizer_config": {"added_tokens_decoder": [1]}},
+    "added_tokens_decoder",
+  ),
+  "tokens of a vocabulary without numbers": ({"vocab": {"a": []}}, "vocab.json"),
+  "merges of other tokens": ({"vocab": {"a": 0}}, "merges.txt"),
   "an entry without its text": (
     {"tokenizer_config": {"added_tokens_decoder": {"258": {"special": True}}}},
     "tokenizer_config.json",

@@ -29,6 +29,7 @@ from vqjax.lm.checkpoints.readers import (
   open_source,
   read_json,
 )
+from vqjax.lm.texts import read_text
 
 __all__ = ["Tokenizer", "from_state", "load_tokenizer"]
 
@@ -454,28 +455,44 @@ def _of_folder(source: ModelSource) -> Tokenizer | None:
   # What transformers takes where a config has no ids.
   bos = number_of.get(named.get("bos_token")) if bos is None else bos
   eos = eos or [number_of[name] for name in [named.get("eos_token")] if name in number_of]
-  adds_bos = settings.get("add_bos_token", is_pieces)
+  adds_bos = _setting(folder, settings, "add_bos_token", is_pieces)
   if is_pieces:
-    spaced = "each" if settings.get("legacy", True) in (True, None) else "first"
+    spaced = "each" if _setting(folder, settings, "legacy", True) else "first"
     return PiecesTokenizer(content, bos, eos, add_bos=adds_bos, added=added, spaced=spaced)
-  made = settings.get("tokenizer_class") or {"qwen3": "Qwen2Tokenizer"}.get(
-    source.config["model_type"], "GPT2Tokenizer"
-  )
+  own_class = {"qwen3": "Qwen2Tokenizer"}.get(source.config["model_type"], "GPT2Tokenizer")
+  made = _setting(folder, settings, "tokenizer_class", own_class)
   if made.removesuffix("Fast") not in WORD_RULES:
     raise ValueError(
       f"`tokenizer_class` of {folder / 'tokenizer_config.json'} must be one of"
       f" {', '.join(WORD_RULES)} for vocab.json and merges.txt; got {made}, whose words are split"
       " by tokenizer.json. Download that too."
     )
-  lines = (folder / "merges.txt").read_text("utf-8").split("\n")
+  lines = read_text(folder / "merges.txt").split("\n")
   pairs = [tuple(s.split(" ")) for s in lines if s and not s.startswith("#version")]
-  model = byte_level(number_of, pairs, RULES[WORD_RULES[made.removesuffix("Fast")]], added)
-  if settings.get("add_prefix_space"):
+  try:
+    model = byte_level(number_of, pairs, RULES[WORD_RULES[made.removesuffix("Fast")]], added)
+  except Exception as error:  # the library raises nothing narrower
+    raise ValueError(
+      f"vocab.json and merges.txt of {folder} must be those of one tokenizer; got {error}. Download"
+      " both again."
+    ) from None
+  if _setting(folder, settings, "add_prefix_space", False):
     model.pre_tokenizer = import_checkpoints_extra("tokenizers").pre_tokenizers.ByteLevel()
   if adds_bos and bos is not None:
     begin_with(model, model.id_to_token(bos))
   beside = folder / "tokenizer_config.json"
   return JsonTokenizer(model, bos, eos, beside=beside if beside.is_file() else None)
+
+
+def _setting(folder: pathlib.Path, settings: Mapping[str, Any], key: str, default: Any) -> Any:
+  """A value of tokenizer_config.json of the type of `default`, which stands for null too."""
+  value = settings.get(key)
+  if value is not None and type(value) is not type(default):
+    raise ValueError(
+      f"`{key}` of {folder / 'tokenizer_config.json'} must be of the type"
+      f" {type(default).__name__}; got {value!r}. Download it again."
+    )
+  return default if value is None else value
 
 
 def _named_tokens(*files: Mapping[str, Any]) -> dict[str, str]:
@@ -513,8 +530,7 @@ def _added_tokens(
   special = {*named.values(), "<|endoftext|>"}
   added = {text: {"number": known[text]} for text in special if text in known}
   added |= {text: {"number": number} for text, number in numbers.items()}
-  entries = settings.get("added_tokens_decoder", {})
-  for number, entry in entries.items() if isinstance(entries, dict) else ():
+  for number, entry in _setting(folder, settings, "added_tokens_decoder", {}).items():
     if not (isinstance(entry, dict) and isinstance(entry.get("content"), str) and number.isdigit()):
       raise ValueError(
         f"`added_tokens_decoder` of {folder / 'tokenizer_config.json'} must have a `content` for"
@@ -523,6 +539,11 @@ def _added_tokens(
     flags = {flag: entry.get(flag) is True for flag in ("lstrip", "rstrip")}
     is_control = entry.get("special") is True or entry["content"] in special
     added[entry["content"]] = {"number": int(number), "control": is_control} | flags
+  if wrong := [number for number in known.values() if type(number) is not int or number < 0]:
+    raise ValueError(
+      f"vocab.json of {folder} must have a number for each token; got {wrong[0]!r}. Download it"
+      " again."
+    )
   by_number = {number: text for text, number in known.items()}
   for text, entry in added.items():
     number = entry["number"]

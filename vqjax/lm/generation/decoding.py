@@ -18,7 +18,7 @@ from vqjax.lm.generation import speculation
 from vqjax.lm.generation.kv_cache import Ring, Variables, decode, prefill, unstacked
 from vqjax.lm.generation.sampling import UNFILTERED, Sampling, choose
 from vqjax.lm.generation.speculation import Drafter
-from vqjax.lm.generation.text_stream import TextStream
+from vqjax.lm.generation.text_stream import TextStream, stop_tokens
 from vqjax.lm.models import Transformer
 
 __all__ = ["Generated", "generate", "stream"]
@@ -454,28 +454,6 @@ def encoded(
       )
     rows.append(row)
   return rows
-
-
-def stop_tokens(tokenizer: Tokenizer, stop: str) -> tuple[list[int], bool]:
-  """The control tokens that a stop string names, and whether it occurs as text too.
-
-  Raises:
-    ValueError: the string has a control token and more, so that no text has it.
-  """
-  encoded = tokenizer.encode(stop, special=False)
-  named = [token for token in (tokenizer.bos, *tokenizer.eos) if token is not None]
-  pieces = {token: tokenizer.piece(token) for token in (*encoded, *named)}
-  # Twice, since tokenizers drop the space before a first token.
-  is_control = lambda token: not tokenizer.decode([token, token])
-  controls = [t for t, piece in pieces.items() if piece and piece in stop and is_control(t)]
-  whole = [token for token in controls if pieces[token] == stop]
-  left_out = [token for token in controls if token in encoded]
-  if left_out and not whole:
-    raise ValueError(
-      f"`stop` must have strings that can occur in a text; got {stop!r}, of which texts leave"
-      f" {pieces[left_out[0]]!r} out. Give {pieces[left_out[0]]!r} alone."
-    )
-  return whole, not left_out
 
 
 def with_pieces(
