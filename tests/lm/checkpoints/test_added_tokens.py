@@ -242,6 +242,12 @@ FOLDERS = {
   "another tokenizer": ({"tokenizer_config": {"tokenizer_class": "LlamaTokenizer"}}, "json"),
   "an id of another token": ({"added_tokens": {"<x>": 3}}, "<x>"),
   "one id for two tokens": ({"added_tokens": {"<x>": 258, "<y>": 258}}, "258"),
+  "an id far behind the vocabulary": ({"added_tokens": {"<x>": 2**40}}, "1099511627776"),
+  "a token without text": ({"added_tokens": {"": 258}}, "258"),
+  "a number of many digits": (
+    {"tokenizer_config": {"added_tokens_decoder": {"9" * 5000: {"content": "<x>"}}}},
+    "tokenizer_config.json",
+  ),
   "an id that is a text": ({"added_tokens": {"<x>": "258"}}, "'258'"),
   "a flag that is a text": ({"tokenizer_config": {"add_bos_token": "no"}}, "add_bos_token"),
   "a class that is a number": ({"tokenizer_config": {"tokenizer_class": 1}}, "tokenizer_class"),

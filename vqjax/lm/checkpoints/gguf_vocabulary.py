@@ -111,7 +111,8 @@ def read_vocabulary(metadata: Mapping[str, Any], path: pathlib.Path) -> GgufVoca
     twice = next(name for number, name in enumerate(names) if number_of[name] != number)
     raise read.error("tokens", "different texts", f"{twice!r} twice")
   for number, name in enumerate(names):
-    if types[number] == 0 or name in (padding_name(number), f"[EMPTY_{number}]"):
+    is_padding = name[0] == "[" and name in (padding_name(number), f"[EMPTY_{number}]")
+    if is_padding or types[number] == 0:
       types[number] = UNUSED
   defaults = (1, 2, 0) if kind == "llama" and len(names) > 2 else (None, None, None)
   bos, eos, unknown = (
@@ -176,10 +177,11 @@ class _Keys:
   def list(self, key: str, kinds: type | tuple[type, ...], count: int) -> list:
     """A list of at least `count` values, of which as many are returned; empty without the key."""
     values = self.one(key, list, [])
-    wrong = [value for value in values if not isinstance(value, kinds) or isinstance(value, bool)]
-    if wrong:
-      names = " or ".join(k.__name__ for k in (kinds if isinstance(kinds, tuple) else (kinds,)))
-      raise self.error(key, f"a list of {names}", repr(wrong[0]))
+    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+    if {*map(type, values)} - {*allowed}:
+      wrong = next(value for value in values if type(value) not in allowed)
+      names = " or ".join(kind.__name__ for kind in allowed)
+      raise self.error(key, f"a list of {names}", repr(wrong))
     if values and len(values) < count:
       raise self.error(key, f"a list with an entry for each of {count:,} tokens", len(values))
     return values[:count] if count else values

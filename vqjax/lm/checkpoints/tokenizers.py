@@ -484,6 +484,10 @@ def _of_folder(source: ModelSource) -> Tokenizer | None:
   return JsonTokenizer(model, bos, eos, beside=beside if beside.is_file() else None)
 
 
+MOST_BEHIND = 2**16
+"""Ids behind those of a vocabulary that its added tokens may have."""
+
+
 def _setting(folder: pathlib.Path, settings: Mapping[str, Any], key: str, default: Any) -> Any:
   """A value of tokenizer_config.json of the type of `default`, which stands for null too."""
   value = settings.get(key)
@@ -531,7 +535,8 @@ def _added_tokens(
   added = {text: {"number": known[text]} for text in special if text in known}
   added |= {text: {"number": number} for text, number in numbers.items()}
   for number, entry in _setting(folder, settings, "added_tokens_decoder", {}).items():
-    if not (isinstance(entry, dict) and isinstance(entry.get("content"), str) and number.isdigit()):
+    is_number = number.isdecimal() and len(number) < 10
+    if not (is_number and isinstance(entry, dict) and isinstance(entry.get("content"), str)):
       raise ValueError(
         f"`added_tokens_decoder` of {folder / 'tokenizer_config.json'} must have a `content` for"
         f" each id; got {entry!r} for {number!r}. Download it again."
@@ -544,13 +549,14 @@ def _added_tokens(
       f"vocab.json of {folder} must have a number for each token; got {wrong[0]!r}. Download it"
       " again."
     )
-  by_number = {number: text for text, number in known.items()}
+  by_number, end = {number: text for text, number in known.items()}, len(known) + MOST_BEHIND
   for text, entry in added.items():
     number = entry["number"]
-    if type(number) is not int or number < 0 or by_number.setdefault(number, text) != text:
+    is_id = text and type(number) is int and 0 <= number < end
+    if not is_id or by_number.setdefault(number, text) != text:
       raise ValueError(
-        f"each added token of {folder} must have an id of its own, at least 0; got {number!r} for"
-        f" {text!r}, which is {by_number.get(number)!r} too. Download its files again."
+        f"each added token of {folder} must have a text and an id of its own, below {end:,}; got"
+        f" {number!r} for {text!r}. Download its files again."
       )
   return [AddedToken(text, **({"control": text in special} | e)) for text, e in added.items()]
 
