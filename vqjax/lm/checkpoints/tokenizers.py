@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -180,22 +181,22 @@ class PiecesTokenizer:
     self.add_bos, self.spaced, self._spelt = add_bos and bos is not None, spaced, spelt
     self.added = {token.number: token for token in added}
     self.content = _with_pieces(content, self.added) if self.added else content
-    self._model = _processor(self.content)
+    self._model, proto = _processor(self.content), _proto(self.content)
+    types = [piece.type for piece in proto.pieces]
     self._unspaced = self._model
     if spaced == "first":
-      proto = _proto(self.content)
       proto.normalizer_spec.add_dummy_prefix = False
       self._unspaced = _processor(proto.SerializeToString())
-    count = self.pieces = self._model.vocab_size()
+    count = self.pieces = len(types)
     while self.pieces - 1 in self.added:
       self.pieces -= 1
-    self._unused = {n for n in range(count) if self._model.is_unused(n)}
+    self._unused = {number for number, kind in enumerate(types) if kind == UNUSED}
     self.pieces = min(self.pieces, *self._unused, count)
     self.end = self._model.eos_id()
     self.vocab = count if vocab is None else vocab
     self.bos, self.eos = bos, tuple(eos)
-    is_control = lambda n: self._model.is_control(n) or self._model.is_unknown(n)
-    own = [AddedToken(self._model.id_to_piece(n), n) for n in range(count) if is_control(n)]
+    controls = [number for number, kind in enumerate(types) if kind in (CONTROL, UNKNOWN)]
+    own = [AddedToken(self._model.id_to_piece(number), number) for number in controls]
     self.whole = {token.text: token for token in [*own, *self.added.values()]}
     self._left_out = self._unused | {t.number for t in self.whole.values() if t.control}
     matched = () if spelt else self.whole
@@ -369,12 +370,14 @@ def from_pieces(
   proto.normalizer_spec.add_dummy_prefix = add_space
   proto.normalizer_spec.remove_extra_whitespaces = False
   added, rstripped = [], {*rstripped}
-  controls = [piece for piece, kind in zip(pieces, types) if kind in (CONTROL, UNKNOWN)]
+  controls = {piece for piece, kind in zip(pieces, types) if kind in (CONTROL, UNKNOWN)}
+  ends = lambda piece: itertools.combinations(range(len(piece) + 1), 2)
+  holds_control = lambda piece: any(piece[a:b] in controls for a, b in ends(piece))
   for number, (piece, score, kind) in enumerate(zip(pieces, scores, types, strict=True)):
     is_text, rstrip = kind == USER_DEFINED, number in rstripped
     # The library finds user-defined pieces too, but puts no space before the text behind them, and
     # a control token that one has in it would be found first.
-    if rstrip or (is_text and (add_space or any(control in piece for control in controls))):
+    if rstrip or (is_text and (add_space or holds_control(piece))):
       added.append(AddedToken(piece, number, control=not is_text, rstrip=rstrip))
     # A GGUF has user-defined runs of spaces as spaces, which SentencePiece replaces in the text.
     piece = piece.replace(" ", SPACE) if is_text else piece
