@@ -218,7 +218,7 @@ def _compare(mixture, layers, counted):
     axis = vocab_parallel.inside(layers[0].options.vocab_axis)
     return _pass(_Plan(cut, axis, mixture), *layers)
 
-  return counted.of_each(tiles.on_each_device(layers, None, body))
+  return counted.of_each(tiles.on_each_device(layers, None, body, counted.kept))
 
 
 def block_soft_target_loss(

@@ -5,6 +5,7 @@ import functools
 import pathlib
 import tempfile
 
+import jax
 import numpy as np
 import pytest
 

@@ -115,12 +115,15 @@ def progress_bar(
   Of several processes the first shows it.
   """
   console = console or Console(stderr=True, quiet=not is_main())
-  began = time.perf_counter()
+  last = time.perf_counter(), first_step
 
   def pace(step: int) -> tuple[float, float]:
-    """Tokens per second, and seconds left."""
-    seconds, done = max(time.perf_counter() - began, 1e-9), step - first_step
-    return done * tokens_per_step / seconds, (steps - step) * seconds / max(done, 1)
+    """Tokens per second since the last call, and seconds left at this rate."""
+    nonlocal last
+    (began, first), last = last, (time.perf_counter(), step)
+    # Not since the start: the first steps wait for the compiler.
+    seconds, done = max(last[0] - began, 1e-9), max(step - first, 1)
+    return done * tokens_per_step / seconds, (steps - step) * seconds / done
 
   def print_line(step: int, loss: float) -> None:
     if step % max(1, steps // 10) == 0 or step == steps:
