@@ -236,6 +236,8 @@ def test_settings_of_a_folder_without_tokenizer_json_are_kept(words):
   config = {"add_bos_token": True, "bos_token": "<|endoftext|>", "add_prefix_space": True}
   write(words, tokenizer_config=config)
   assert of_folder(words).encode("hi") == [257, LETTERS.index("Ġ"), 256]
+  with pytest.raises(ValueError, match="`bos_token_id` of .* must be a token"):
+    of_folder(words, bos_token_id=999)
 
 
 FOLDERS = {

@@ -421,9 +421,7 @@ WORD_RULES = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2", "Qwen3Tokeniz
 
 def _of_folder(source: ModelSource) -> Tokenizer | None:
   folder = source.path
-  optional = lambda name: read_json(folder / name) if (folder / name).is_file() else {}
-  settings = optional("tokenizer_config.json")
-  config = dict(source.config) | optional("generation_config.json")
+  config = dict(source.config) | _optional(folder / "generation_config.json")
   bos, eos = config.get("bos_token_id"), config.get("eos_token_id")
   eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
   for name, ids in {"bos_token_id": [] if bos is None else [bos], "eos_token_id": eos}.items():
@@ -433,7 +431,7 @@ def _of_folder(source: ModelSource) -> Tokenizer | None:
         " config.json and generation_config.json again."
       )
   if (folder / "tokenizer.json").is_file():
-    library, beside = import_checkpoints_extra("tokenizers"), folder / "tokenizer_config.json"
+    library = import_checkpoints_extra("tokenizers")
     try:
       model = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises nothing narrower
@@ -443,28 +441,56 @@ def _of_folder(source: ModelSource) -> Tokenizer | None:
     # Settings of training that some files keep.
     model.no_truncation()
     model.no_padding()
-    return JsonTokenizer(model, bos, eos, beside=beside if beside.is_file() else None)
-  is_pieces = (folder / "tokenizer.model").is_file()
-  if not is_pieces and not all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
-    return None
-  content = (folder / "tokenizer.model").read_bytes() if is_pieces else b""
-  if is_pieces:
+    return JsonTokenizer(model, bos, eos, beside=_beside(folder))
+  return _without_json(folder, config["model_type"], bos, eos)
+
+
+def _without_json(
+  folder: pathlib.Path, model_type: str, bos: int | None, eos: list[int]
+) -> Tokenizer | None:
+  """The tokenizer of a folder without tokenizer.json, and of these ids in its config."""
+  settings = _optional(folder / "tokenizer_config.json")
+  if (folder / "tokenizer.model").is_file():
+    content = (folder / "tokenizer.model").read_bytes()
     known = {piece.piece: number for number, piece in enumerate(_proto(content).pieces)}
+  elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    content, known = None, read_json(folder / "vocab.json")
   else:
-    known = read_json(folder / "vocab.json")
-  named = _named_tokens(settings, optional("special_tokens_map.json"))
-  added = _added_tokens(folder, settings, optional("added_tokens.json"), known, named)
+    return None
+  named = _named_tokens(settings, _optional(folder / "special_tokens_map.json"))
+  numbers = _optional(folder / "added_tokens.json")
+  added = _added_tokens(folder, settings, numbers, known, named)
   number_of = known | {token.text: token.number for token in added}
   # What transformers takes where a config has no ids.
   bos = number_of.get(named.get("bos_token")) if bos is None else bos
   eos = eos or [number_of[name] for name in [named.get("eos_token")] if name in number_of]
-  adds_bos = _setting(folder, settings, "add_bos_token", is_pieces)
-  if is_pieces:
+  adds_bos = _setting(folder, settings, "add_bos_token", content is not None)
+  if content is not None:
     spaced = "each" if _setting(folder, settings, "legacy", True) else "first"
     return PiecesTokenizer(content, bos, eos, add_bos=adds_bos, added=added, spaced=spaced)
-  own_class = {"qwen3": "Qwen2Tokenizer"}.get(source.config["model_type"], "GPT2Tokenizer")
-  made = _setting(folder, settings, "tokenizer_class", own_class)
-  if made.removesuffix("Fast") not in WORD_RULES:
+  model = _of_words(folder, settings, model_type, number_of, added)
+  if adds_bos and bos is not None:
+    if model.id_to_token(bos) is None:
+      raise ValueError(
+        f"`bos_token_id` of {folder} must be a token of vocab.json or added_tokens.json; got {bos}."
+        " Download the files of one tokenizer."
+      )
+    begin_with(model, model.id_to_token(bos))
+  return JsonTokenizer(model, bos, eos, beside=_beside(folder))
+
+
+def _of_words(
+  folder: pathlib.Path,
+  settings: Mapping[str, Any],
+  model_type: str,
+  number_of: Mapping[str, int],
+  added: list[AddedToken],
+) -> Any:
+  """The model of a folder with merges.txt, of tokens and added tokens."""
+  own = {"qwen3": "Qwen2Tokenizer"}.get(model_type, "GPT2Tokenizer")
+  made = _setting(folder, settings, "tokenizer_class", own)
+  rule = WORD_RULES.get(made.removesuffix("Fast"))
+  if rule is None:
     raise ValueError(
       f"`tokenizer_class` of {folder / 'tokenizer_config.json'} must be one of"
       f" {', '.join(WORD_RULES)} for vocab.json and merges.txt; got {made}, whose words are split"
@@ -473,7 +499,7 @@ def _of_folder(source: ModelSource) -> Tokenizer | None:
   lines = read_text(folder / "merges.txt").split("\n")
   pairs = [tuple(s.split(" ")) for s in lines if s and not s.startswith("#version")]
   try:
-    model = byte_level(number_of, pairs, RULES[WORD_RULES[made.removesuffix("Fast")]], added)
+    model = byte_level(number_of, pairs, RULES[rule], added)
   except Exception as error:  # the library raises nothing narrower
     raise ValueError(
       f"vocab.json and merges.txt of {folder} must be those of one tokenizer; got {error}. Download"
@@ -481,10 +507,17 @@ def _of_folder(source: ModelSource) -> Tokenizer | None:
     ) from None
   if _setting(folder, settings, "add_prefix_space", False):
     model.pre_tokenizer = import_checkpoints_extra("tokenizers").pre_tokenizers.ByteLevel()
-  if adds_bos and bos is not None:
-    begin_with(model, model.id_to_token(bos))
-  beside = folder / "tokenizer_config.json"
-  return JsonTokenizer(model, bos, eos, beside=beside if beside.is_file() else None)
+  return model
+
+
+def _optional(path: pathlib.Path) -> dict[str, Any]:
+  return read_json(path) if path.is_file() else {}
+
+
+def _beside(folder: pathlib.Path) -> pathlib.Path | None:
+  """The tokenizer_config.json that is saved with a tokenizer."""
+  path = folder / "tokenizer_config.json"
+  return path if path.is_file() else None
 
 
 MOST_BEHIND = 2**16
