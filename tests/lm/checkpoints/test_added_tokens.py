@@ -54,6 +54,13 @@ def test_control_tokens_of_pieces_are_one_id_each(special):
   assert found.decode(found.encode(text)) == "hi<turn>xhi"
 
 
+def test_pieces_without_keys_begin_and_end_with_the_usual_control_tokens():
+  for kind, bos, eos in ((CONTROL, 1, (2,)), (NORMAL, None, ())):
+    tokens, types = ["<unk>", "a", "b"], [UNKNOWN, kind, kind]
+    found = of_gguf(model="llama", tokens=tokens, token_type=types, scores=[0.0] * 3)
+    assert (found.bos, found.eos, found.encode("")) == (bos, eos, [1] if bos else [])
+
+
 def test_a_space_is_put_before_each_text_behind_a_token():
   found = of_pieces(["<turn>", "<mask>"], [CONTROL, USER_DEFINED])
   assert found.encode("hi<turn>hi<mask>hi", special=False) == [262, 261, 3, 262, 261, 4, 262, 261]
@@ -146,6 +153,8 @@ WRONG = {
   "too few types": ({"token_type": [1]}, "token_type"),
   "types that are texts": ({"token_type": ["1"] * 257}, "token_type"),
   "an unknown type": ({"token_type": [9] * 257}, "token_type"),
+  "merges of another type": ({"merges": [1]}, "merges"),
+  "pieces without scores": ({"model": "llama"}, "scores"),
   "a merge of one token": ({"merges": ["hi"]}, "merges"),
   "a merge of other tokens": ({"merges": ["x yz"]}, "merges"),
   "an end beyond the vocabulary": ({"eos_token_id": 300}, "eos_token_id"),
@@ -161,6 +170,11 @@ def test_a_wrong_value_of_a_gguf_is_named_with_its_file(case):
   with pytest.raises(ValueError, match=r"m\.gguf.* must be") as error:
     of_words([], [], **keys)
   assert part in str(error.value)
+
+
+def test_a_gguf_of_words_without_merges_is_refused():
+  with pytest.raises(ValueError, match=r"`tokenizer.ggml.merges` of m.gguf must be there"):
+    of_gguf(model="gpt2", pre="gpt-2", tokens=["a"])
 
 
 @pytest.mark.parametrize("kind", ["words", "pieces"])
@@ -236,7 +250,7 @@ def test_settings_of_a_folder_without_tokenizer_json_are_kept(words):
   config = {"add_bos_token": True, "bos_token": "<|endoftext|>", "add_prefix_space": True}
   write(words, tokenizer_config=config)
   assert of_folder(words).encode("hi") == [257, LETTERS.index("Ġ"), 256]
-  with pytest.raises(ValueError, match="`bos_token_id` of .* must be a token"):
+  with pytest.raises(ValueError, match=r"`bos_token_id` of .* must be a token"):
     of_folder(words, bos_token_id=999)
 
 
@@ -324,7 +338,7 @@ def test_a_tokenizer_model_has_one_id_for_each_control_and_added_token(model_fil
 def test_a_stream_keeps_the_space_of_a_word_after_a_token():
   tokens = ["<unk>", "<s>", "</s>", "<eot>", "▁hello", "▁world"]
   types = [UNKNOWN, CONTROL, CONTROL, CONTROL, NORMAL, NORMAL]
-  pieces = of_gguf(model="llama", tokens=tokens, token_type=types)
+  pieces = of_gguf(model="llama", tokens=tokens, token_type=types, scores=[0.0] * 6)
   strips = library.Tokenizer(library.models.WordLevel({t: n for n, t in enumerate(tokens)}))
   strips.add_special_tokens(["<s>", "</s>", "<eot>"])
   decoders = library.decoders

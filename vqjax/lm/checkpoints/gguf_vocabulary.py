@@ -114,12 +114,15 @@ def read_vocabulary(metadata: Mapping[str, Any], path: pathlib.Path) -> GgufVoca
     is_padding = name[0] == "[" and name in (padding_name(number), f"[EMPTY_{number}]")
     if is_padding or types[number] == 0:
       types[number] = UNUSED
-  defaults = (1, 2, 0) if kind == "llama" and len(names) > 2 else (None, None, None)
+  is_control = lambda number: number < len(types) and types[number] in (UNKNOWN, CONTROL)
   bos, eos, unknown = (
-    read.token(key, len(names), default)
-    for key, default in zip(("bos", "eos", "unknown"), defaults)
+    read.token(key, len(names), number if kind == "llama" and is_control(number) else None)
+    for key, number in {"bos": 1, "eos": 2, "unknown": 0}.items()
   )
   eos = _ends(lambda key: read.token(key, len(names)), eos, number_of, types)
+  needed = "scores" if kind == "llama" else "merges"
+  if f"tokenizer.ggml.{needed}" not in metadata:
+    raise read.error(needed, f"there for the kind {kind}", None)
   if kind == "llama":
     _only_unknown(types, unknown)
   merges = []
