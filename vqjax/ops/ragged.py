@@ -75,14 +75,7 @@ def unshared_slot_log_prob(
   groups of all devices. On a mesh each device of the other axes sorts its own tokens.
 
   Args:
-    hidden: one vector for each token.
     weight: the weight of each group's layer; rows from the group's size on are not used.
-    bias: added to the scores, or None.
-    sizes: number of slots of each group.
-    group: group of each token.
-    slot: position of each token in its group.
-    dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weight.
-    vocab_axis: mesh axis over which the groups are sharded.
   """
   if not group.size:
     return jnp.zeros(group.shape, jnp.float32)

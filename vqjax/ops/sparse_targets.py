@@ -197,23 +197,14 @@ def linear_top_k_divergence(
   teacher finds most probable, with `rest` as in `linear_sparse_target_loss`. It is differentiable,
   in reverse mode, in all six arrays, the choice of the k tokens apart.
 
+  All other arguments are those of `linear_soft_target_loss`.
+
   Args:
-    hidden: hidden vectors of the student; it and all arguments without a remark as in
-      `linear_soft_target_loss`.
-    weight: rows of the student.
-    teacher_hidden: hidden vectors of the teacher.
-    teacher_weight: rows of the teacher.
-    bias: bias of the student's scores.
-    teacher_bias: bias of the teacher's scores.
     k: number of tokens, 1 to 128.
     rest: what becomes of the mass of all other tokens. "bucket" takes a second pass over the
       teacher.
     mixture: 0 for the forward divergence, 1 for the reverse one, between them the weight of the
       teacher in the generalised Jensen-Shannon divergence; with "ignore" a part of the sum.
-    mask: False for tokens that are left out.
-    token_weight: factor of each token's divergence; a token of weight 0 is left out.
-    teacher_softcap: largest absolute score of the teacher.
-    options: how the student's scores are computed, and but for the cap the teacher's.
 
   Raises:
     ValueError: as `linear_soft_target_loss`, `k` is below 1 or above 128 or the number of rows,

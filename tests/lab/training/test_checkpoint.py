@@ -11,12 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from tests import tiny
 from vqjax.lab.config import config_hash, describe
 from vqjax.lab.training import fit
 from vqjax.lab.training.checkpoint import (
   Checkpoints,
-  FromPart,
   FromRun,
   read_run_variables,
   saved_steps,
@@ -414,14 +412,3 @@ def test_init_from_is_part_of_an_experiments_identity(experiment):
   assert describe(begun)["init_from"]["folder"] == "runs/a"
   hashes = {config_hash(e) for e in (experiment, begun, starting_from(begun, FromRun("runs/b")))}
   assert len(hashes) == 3
-
-
-def test_a_run_may_begin_with_a_part_of_another(experiment, trained):
-  other = read_run_variables(trained)[0]["params"]
-  part = dataclasses.replace(experiment, init_from=FromPart(str(trained), "blocks"))
-  text, begun, fresh = tiny.begun(part)
-  jax.tree.map(np.testing.assert_array_equal, begun["params"]["blocks"], other["blocks"])
-  kept = {name: tree for name, tree in begun["params"].items() if name != "blocks"}
-  jax.tree.map(np.testing.assert_array_equal, kept, {name: fresh["params"][name] for name in kept})
-  with pytest.raises(ValueError, match=r"`part` must be one of .*; got 'encoder'"):
-    FromPart(str(trained), "encoder")(text, text.experiment.model, fresh)
