@@ -31,6 +31,7 @@ from vqjax.lm import checkpoints, records
 from vqjax.lm.texts import data_path
 from vqjax.ops import certified as ops
 from vqjax.ops import narrow, sampling
+from vqjax.outputs import atomic_file
 from vqjax.tables import Moments
 
 CLUSTERS, BUDGETS = 2048, (32, 94)
@@ -94,7 +95,7 @@ def collected_states(options, model, variables, say):
         hidden = np.concatenate(own).astype(np.float32)
         likely = likely_tokens(head, table, hidden)
         domain = np.repeat(some.domain[first : first + len(rows)], WINDOW - 2)
-        with records.atomic_file(path) as out:
+        with atomic_file(path) as out:
           np.savez(
             out, hidden=hidden, tokens=likely.tokens,
             log_prob=likely.log_probs.astype(np.float16), domain=domain,
@@ -141,7 +142,7 @@ def routed(options, train, held, head, table, say) -> dict:
   if not kept.is_file():
     begun = time.monotonic()
     order = assign.bisected(rows - rows.mean(axis=0), CLUSTERS, metric=moments.metric())
-    with records.atomic_file(kept) as out:
+    with atomic_file(kept) as out:
       np.save(out, order)
     say(f"order: {time.monotonic() - begun:.0f} s")
   order = np.load(kept)

@@ -707,7 +707,7 @@ def test_a_call_that_ends_while_it_writes_leaves_no_folder(
     raise KeyboardInterrupt
 
   for place, name, end, code in (
-    (folders.checkpoints, "save", full, 2),
+    (folders, "write_folder", full, 2),
     (records, "write_text", stop, 130),
   ):
     with monkeypatch.context() as patched:

@@ -15,6 +15,7 @@ from vqjax.lab.data.source import Source
 from vqjax.lab.data.tokenizer_recipes import TokenizerRecipe
 from vqjax.lm import records
 from vqjax.lm.checkpoints import Tokenizer
+from vqjax.outputs import atomic_file
 
 __all__ = ["TokenSplit", "encode_document", "encode_split", "fingerprint", "fit_tokenizer"]
 
@@ -144,7 +145,7 @@ def _write(path: Path, source: Source, tokenizer: Tokenizer, split: str) -> None
   header = {"descr": _dtype(tokenizer).str, "fortran_order": False}
   with contextlib.ExitStack() as stack:
     with _remedy(path):
-      file = stack.enter_context(records.atomic_file(path))
+      file = stack.enter_context(atomic_file(path))
       np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
     # Only writing is under the remedy: any other OSError is the source's.
     for document in source.documents(split):

@@ -9,43 +9,27 @@ import dataclasses
 import functools
 import importlib
 import json
+import math
 import pathlib
 import struct
-import zlib
+import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import safetensors
-import safetensors.numpy
 
 from vqjax.convert.packed_table import PackedTable
+from vqjax.lm import records
+from vqjax.lm.checkpoints.families import FAMILIES, decoder_of
 from vqjax.lm.checkpoints.gguf_header import Header, read_header
-from vqjax.tables import container
-from vqjax.tables.atomic_files import release
+from vqjax.lm.checkpoints.schema import Origin
+from vqjax.lm.models import Transformer
+from vqjax.tables import container, tensor_files
+from vqjax.tables.tensor_files import DTYPES, release
+from vqjax.types import Dtype
 
 __all__ = ["Tensor"]
-
-DTYPES = {
-  "F64": np.float64,
-  "F32": np.float32,
-  "F16": np.float16,
-  "BF16": ml_dtypes.bfloat16,
-  "I64": np.int64,
-  "I32": np.int32,
-  "I16": np.int16,
-  "I8": np.int8,
-  "U32": np.uint32,
-  "U16": np.uint16,
-  "U8": np.uint8,
-  "BOOL": np.bool_,
-}
-"""Formats of safetensors that NumPy has."""
-
-CHECKSUMS = "crc32"
-"""Key of the checksums in the metadata of the files that `save` writes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +41,8 @@ class Tensor:
     format: its number format, such as "BF16" or "Q4_K".
     nbytes: its bytes in the file.
     read: (slice of the first axis) -> these rows, as numbers; a view of the file where possible.
-    checksum: CRC-32 of its bytes; None: unknown.
+    checksum: CRC-32 of its bytes, after those of its name, format and shape; None: unknown.
+    named: CRC-32 of its name, format and shape.
     table: the compressed table whose rows it has; None: it is not compressed.
   """
 
@@ -66,6 +51,7 @@ class Tensor:
   nbytes: int
   read: Callable[[slice], np.ndarray]
   checksum: int | None = None
+  named: int = 0
   table: container.CompressedTable | PackedTable | None = None
 
 
@@ -82,6 +68,7 @@ class ModelSource:
     metadata: further facts, such as the vocabulary of a GGUF.
     runtime: name of the form that the vocabulary tables take in memory, one of
       `runtime.RUNTIMES`.
+    origin: where the config comes from, for messages.
   """
 
   path: pathlib.Path
@@ -91,6 +78,12 @@ class ModelSource:
   files: tuple[pathlib.Path, ...] = ()
   metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   runtime: str = container.UNPACKED
+  origin: Origin = dataclasses.field(default_factory=Origin)
+
+  def decoder(self, dtype: Dtype = np.float32) -> Transformer:
+    """The decoder of the config, whose sizes are compared with the tensors first."""
+    shapes = [tensor.shape for tensor in self.tensors.values()]
+    return decoder_of(self.config, dtype, self.origin, shapes)
 
 
 def open_source(path: str | pathlib.Path) -> ModelSource:
@@ -105,7 +98,8 @@ def open_source(path: str | pathlib.Path) -> ModelSource:
     for pattern, read in (("*.safetensors", _read_safetensors), ("*.gguf", _read_gguf)):
       if files := sorted(path.glob(pattern)):
         return _read_safetensors(path) if read is _read_safetensors else read(_only(path, files))
-    there = ", ".join(sorted(file.name for file in path.iterdir())) or "nothing"
+    names = sorted(records.one_line(file.name) for file in path.iterdir())
+    there = ", ".join(names) or "nothing"
     raise FileNotFoundError(
       f"`path` must hold weights, *.safetensors or *.gguf; got {path} with {there}. PyTorch's *.bin"
       " files are pickles, which are not read: convert them with"
@@ -121,7 +115,7 @@ def open_source(path: str | pathlib.Path) -> ModelSource:
   if start == b"GGUF":
     return _read_gguf(path)
   if path.suffix == ".safetensors":
-    return _read_safetensors(path.parent)
+    return _read_safetensors(path.parent, path)
   if path.suffix == ".bin" and start[:2] != b"PK" and start[:1] != b"\x80":
     return _read_llama2c(path)
   raise ValueError(
@@ -154,20 +148,60 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   return read
 
 
-def _read_safetensors(folder: pathlib.Path) -> ModelSource:
+@dataclasses.dataclass
+class _Index:
+  """What `model.safetensors.index.json` holds: tensors -> files of the folder."""
+
+  weight_map: dict[str, str]
+
+
+def _weight_files(
+  folder: pathlib.Path, only: pathlib.Path | None
+) -> tuple[list[pathlib.Path], list[str]]:
+  """The files that transformers reads, the single one or the shards of the index, and its tensors.
+
+  Args:
+    folder: the folder.
+    only: the file that was given; None: the folder was.
+  """
+  single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+  if only is not None and not (index.is_file() or only == single):
+    return [only], []
+  if single.is_file() and only in (None, single):
+    if index.is_file():
+      warnings.warn(
+        f"{single} is read, as by transformers, and not the files of {index.name} beside it: remove"
+        " those that are not of this model.",
+        stacklevel=2,
+      )
+    return [single], []
+  if not index.is_file():
+    return sorted(folder.glob("*.safetensors")), []
+  read = read_json(index)
+  if problem := records.problem_of(read, _Index, ""):
+    raise ValueError(f"{index}: {problem}. Download it again.")
+  names = sorted(set(read["weight_map"].values()))
+  if not names:
+    raise ValueError(f"{index}: `weight_map` must have tensors; got none. Download it again.")
+  for name in names:
+    # A name is a file of the folder, and nothing that leads elsewhere.
+    if name != pathlib.PurePath(name).name or name in ("", "..") or "\\" in name:
+      raise ValueError(
+        f"{index}: `weight_map` must name files of its folder; got {records.shown(name)}. Download"
+        " it again."
+      )
+  if absent := [name for name in names if not (folder / name).is_file()]:
+    raise FileNotFoundError(
+      f"{folder} must have the files of its index; got none of {_some(absent)}. Download them too."
+    )
+  files = [folder / name for name in names]
+  return ([only], []) if only not in (None, *files) else (files, list(read["weight_map"]))
+
+
+def _read_safetensors(folder: pathlib.Path, only: pathlib.Path | None = None) -> ModelSource:
   """A Hugging Face folder: config.json and one or more safetensors files."""
   config = read_json(folder / "config.json")
-  files = sorted(folder.glob("*.safetensors"))
-  index, expected = folder / "model.safetensors.index.json", None
-  if index.is_file():
-    expected = read_json(index).get("weight_map", {})
-    names = sorted(set(expected.values()))
-    if absent := [name for name in names if not (folder / name).is_file()]:
-      raise FileNotFoundError(
-        f"{folder} must have the files of its index; got none of {', '.join(absent)}. Download them"
-        " too."
-      )
-    files = [folder / name for name in names]
+  files, expected = _weight_files(folder, only)
   tensors: dict[str, Tensor] = {}
   for file in files:
     for name, tensor in _safetensors(file).items():
@@ -177,7 +211,7 @@ def _read_safetensors(folder: pathlib.Path) -> ModelSource:
           " other file."
         )
       tensors[name] = tensor
-  if expected is not None and (absent := sorted(expected.keys() - tensors.keys())):
+  if absent := [name for name in expected if name not in tensors]:
     raise ValueError(
       f"{folder} must have the tensors of its index; got none named {_some(absent)}. Download the"
       " files again."
@@ -186,7 +220,59 @@ def _read_safetensors(folder: pathlib.Path) -> ModelSource:
   if (folder / container.MANIFEST).is_file():
     manifest = container.read_manifest(folder)
     runtime, tensors = manifest.runtime, _decompressed(folder, manifest, tensors)
-  return ModelSource(folder, "safetensors", config, tensors, tuple(files), runtime=runtime)
+  config, tensors = _as_tied(folder, config, tensors)
+  origin = Origin(str(folder / "config.json"))
+  return ModelSource(
+    folder, "safetensors", config, tensors, tuple(files), runtime=runtime, origin=origin
+  )
+
+
+HEAD = "lm_head.weight"
+
+
+def _as_tied(
+  folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+  """The config and the tensors, of a tied model as transformers reads it.
+
+  A head without an embedding, of the two names that share memory, is the embedding. A head that
+  differs from the embedding is a head of its own.
+  """
+  family = FAMILIES.get(str(config.get("model_type")))
+  if family is None or HEAD not in tensors:
+    return config, tensors
+  if config.get("tie_word_embeddings", family.schema.tie_word_embeddings) is not True:
+    return config, tensors
+  name = next(rule.name for rule in family.rules if rule.path == "embedding/weight")
+  table = next((n for n in (family.prefix + name, name) if n in tensors), None)
+  if table is None:
+    tensors = tensors | {family.prefix + name: tensors[HEAD]}
+    del tensors[HEAD]
+  elif not _are_equal(tensors[table], tensors[HEAD]):
+    warnings.warn(
+      f"{folder / 'config.json'} says `tie_word_embeddings`, but {HEAD} differs from {table}: it is"
+      " a head of its own here, as in transformers.",
+      stacklevel=2,
+    )
+    config = config | {"tie_word_embeddings": False}
+  return config, tensors
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+  """Whether two tables hold the same numbers."""
+  if one.shape != other.shape:
+    return False
+  for first in range(0, one.shape[0] if one.shape else 0, ROWS):
+    rows = [tensor.read(slice(first, first + ROWS)) for tensor in (one, other)]
+    if one.format == other.format:
+      rows = [np.ascontiguousarray(part).view(np.uint8) for part in rows]
+    if not np.array_equal(*rows):
+      return False
+  return True
+
+
+ROWS = 2**12
+"""Rows that are compared at a time."""
 
 
 def _decompressed(
@@ -197,10 +283,8 @@ def _decompressed(
   for name in manifest.tensors.values():
     prefix, where = name + container.SEPARATOR, f"{name} of {folder}"
     own = {part: tensors.pop(part) for part in list(tensors) if part.startswith(prefix)}
-    if is_packed:
-      # Entropy-coded parts have checksums of their own.
-      for part, tensor in own.items():
-        verify_tensor(part, tensor, folder)
+    for part, tensor in own.items():
+      verify_tensor(part, tensor, folder)
     stored = {part.removeprefix(prefix): own[part].read(slice(None)) for part in own}
     try:
       table = (PackedTable.from_parts if is_packed else container.CompressedTable)(stored)
@@ -220,48 +304,23 @@ def _table_rows(where: str, table, rows: slice) -> np.ndarray:
 
 
 def _safetensors(file: pathlib.Path) -> dict[str, Tensor]:
-  try:
-    # The library checks the header against the length of the file; its arrays would be copies.
-    with safetensors.safe_open(file, framework="numpy"):
-      pass
-  except Exception as error:  # the library raises nothing narrower
-    raise ValueError(
-      f"{file} must be a whole safetensors file; got {error}. It is truncated or damaged: download"
-      " it again."
-    ) from None
-  data = np.memmap(file, np.uint8, "r")
-  start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-  header = json.loads(data[8:start].tobytes())
-  checksums = json.loads(header.pop("__metadata__", {}).get(CHECKSUMS, "{}"))
-  tensors = {}
-  for name, entry in header.items():
-    if entry["dtype"] not in DTYPES:
-      raise ValueError(
-        f"{name} of {file} must have one of the formats {', '.join(DTYPES)}; got {entry['dtype']}."
-        " Convert it."
-      )
-    first, last = entry["data_offsets"]
-    view = data[start + first : start + last].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    tensors[name] = _view(view, entry["dtype"], checksums.get(name))
-  return tensors
+  tensors, _ = tensor_files.open_file(file)
+  return {
+    name: dataclasses.replace(_view(x.array, x.format), named=x.named, checksum=x.checksum)
+    for name, x in tensors.items()
+  }
 
 
-def _view(view: np.ndarray, format: str, checksum: int | None = None) -> Tensor:
-  return Tensor(view.shape, format, view.nbytes, view.__getitem__, checksum)
+def _view(view: np.ndarray, format: str) -> Tensor:
+  return Tensor(view.shape, format, view.nbytes, view.__getitem__)
 
 
 def verify_tensor(name: str, tensor: Tensor, path: pathlib.Path) -> None:
   """Raise ValueError unless a tensor with a checksum has it."""
-  if tensor.checksum is None:
-    return
-  view = tensor.read(slice(None))
-  checksum = zlib.crc32(view.reshape(-1).view(np.uint8))
-  release(view)
-  if checksum != tensor.checksum:
-    raise ValueError(
-      f"{name} of {path} must have the checksum that it was saved with; got another one. The file"
-      " is damaged: copy it again."
-    )
+  if tensor.checksum is not None:
+    view = tensor.read(slice(None))
+    tensor_files.verify(view, name, path, tensor.named, tensor.checksum)
+    release(view)
 
 
 def check_not_compressed(source: ModelSource) -> None:
@@ -295,8 +354,9 @@ def _read_gguf(path: pathlib.Path) -> ModelSource:
     bytes_ = header.data[entry.first : entry.first + entry.nbytes]
     read = functools.partial(_rows, gguf, bytes_, kind, entry.shape)
     tensors[name] = Tensor(entry.shape, kind.name, entry.nbytes, read)
-  config = _gguf_config(path, header.metadata, tensors)
-  return ModelSource(path, "gguf", config, tensors, (path,), header.metadata)
+  config, origin = _gguf_config(path, header.metadata, tensors)
+  _check_gguf_tokenizer(header.metadata, origin)
+  return ModelSource(path, "gguf", config, tensors, (path,), header.metadata, origin=origin)
 
 
 def gguf_header(path: pathlib.Path) -> Header:
@@ -308,7 +368,8 @@ def gguf_header(path: pathlib.Path) -> Header:
     return read_header(path, sizes)
   except ValueError as error:
     raise ValueError(
-      f"{path} must be a whole GGUF; got {error}. It is truncated or damaged: download it again."
+      f"{path} must be a whole GGUF; got {records.one_line(error)}. It is truncated or damaged:"
+      " download it again."
     ) from None
 
 
@@ -318,7 +379,7 @@ DEQUANTISED = 2**16
 
 def _rows(gguf, data: np.ndarray, kind, shape: tuple[int, ...], rows: slice) -> np.ndarray:
   """Rows of a tensor of a GGUF, as float32 or as a view of what is not quantised."""
-  if kind.name in ("F32", "F16", "F64", "BF16"):
+  if kind.name in DTYPES:
     return data.view(DTYPES[kind.name]).reshape(shape)[rows]
   numbers, size = gguf.GGML_QUANT_SIZES[kind]
   data = data.reshape(*shape[:-1], shape[-1] // numbers * size)
@@ -348,70 +409,212 @@ GGUF_FAMILIES = {
 """Architecture of a GGUF -> `model_type` of a Hugging Face config."""
 
 
+GGUF_KEYS = {
+  "gpt2": {
+    "n_embd": "embedding_length",
+    "n_layer": "block_count",
+    "n_head": "attention.head_count",
+    "n_inner": "feed_forward_length",
+    "n_positions": "context_length",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+  },
+  "llama": {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base",
+  },
+}
+GGUF_KEYS["qwen3"] = GGUF_KEYS["llama"]
+GGUF_KEYS["gemma3"] = GGUF_KEYS["llama"] | {
+  "sliding_window": "attention.sliding_window",
+  "sliding_window_pattern": "attention.sliding_window_pattern",
+  "rope_local_base_freq": "rope.freq_base_swa",
+  "final_logit_softcapping": "final_logit_softcapping",
+}
+"""Architecture -> keys of a config -> the same in the metadata, behind the architecture's name."""
+
+GGUF_ROPE = {
+  "rope_type": "rope.scaling.type",
+  "factor": "rope.scaling.factor",
+  "original_max_position_embeddings": "rope.scaling.original_context_length",
+  "beta_fast": "rope.scaling.yarn_beta_fast",
+  "beta_slow": "rope.scaling.yarn_beta_slow",
+}
+"""Members of `rope_scaling` -> the same in the metadata."""
+
+GGUF_OPTIONAL = {"num_key_value_heads": None, "head_dim": None, "rope_theta": 1e4}
+GGUF_OPTIONAL |= {"sliding_window_pattern": 6, "rope_local_base_freq": 1e4}
+GGUF_OPTIONAL |= {"final_logit_softcapping": None}
+"""Keys of a config that metadata may lack, and what llama.cpp takes for them."""
+
+GGUF_NEUTRAL = {
+  "attention.causal": (True,),
+  "attention.scale": (0.0,),
+  "attention.max_alibi_bias": (0.0,),
+  "attention.clamp_kqv": (0.0,),
+  "attention.sliding_window": (0,),
+  "attn_logit_softcapping": (0.0,),
+  "final_logit_softcapping": (0.0,),
+  "logit_scale": (0.0, 1.0),
+  "residual_scale": (0.0, 1.0),
+  "embedding_scale": (0.0, 1.0),
+  "expert_count": (0,),
+  "expert_used_count": (0,),
+  "nextn_predict_layers": (0,),
+  "rope.scaling.alpha": (0.0, 1.0),
+  "rope.scaling.attn_factor": (1.0,),
+  "rope.scaling.yarn_attn_factor": (1.0,),
+  "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+  "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+"""Keys that are not implemented -> values with which they change nothing."""
+
+GGUF_WIDTHS = ("rope.dimension_count", "attention.value_length", "rope.dimension_count_swa")
+GGUF_WIDTHS += ("attention.key_length_swa", "attention.value_length_swa")
+"""Keys that must be the width of a head: others are not implemented."""
+
+GGUF_HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
+"""Keys of an architecture that llama.cpp does not compute logits with."""
+
+OLD_FACTOR = "rope.scale_linear"
+"""The old name of `rope.scaling.factor`."""
+
+
 def _gguf_config(
   path: pathlib.Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> dict[str, Any]:
-  """The config in the words of Hugging Face, from the metadata of a GGUF."""
+) -> tuple[dict[str, Any], Origin]:
+  """The config in the words of Hugging Face, from the metadata of a GGUF, and where it is from."""
   arch = metadata.get("general.architecture")
-  if arch not in GGUF_FAMILIES:
-    return {"model_type": arch}
-  own = lambda key, default=None: metadata.get(f"{arch}.{key}", default)
-  required = ["embedding_length", "block_count", "attention.head_count", "context_length"]
-  if absent := [f"{arch}.{key}" for key in required if own(key) is None]:
-    raise ValueError(
-      f"{path} must have the metadata {', '.join(absent)}; it has none of them. Convert it again."
-    )
+  remedy = "Convert the model again, or download the file again."
+  if not isinstance(arch, str) or arch not in GGUF_FAMILIES:
+    return {"model_type": arch}, Origin(str(path), {"model_type": "general.architecture"}, remedy)
+  words = GGUF_KEYS[arch] | {f"rope_scaling.{key}": own for key, own in GGUF_ROPE.items()}
+  origin = Origin(str(path), {key: f"{arch}.{own}" for key, own in words.items()}, remedy)
   if "token_embd.weight" not in tensors:
-    raise ValueError(
-      f"{path} must have the tensor token_embd.weight; it has none. Convert it again."
-    )
-  heads, dim = own("attention.head_count"), own("embedding_length")
-  head_dim = own("attention.key_length", dim // heads)
+    raise origin.error("the tensor token_embd.weight is missing")
+  own = lambda key, default=None: metadata.get(f"{arch}.{key}", default)
   config = {
     "model_type": GGUF_FAMILIES[arch],
-    "vocab_size": tensors["token_embd.weight"].shape[0],
+    "vocab_size": (*tensors["token_embd.weight"].shape, 0)[0],
     "tie_word_embeddings": "output.weight" not in tensors,
   }
+  for key, name in GGUF_KEYS[arch].items():
+    # None is refused where a key is needed, once the decoder is.
+    config[key] = own(name, GGUF_OPTIONAL.get(key))
+  _check_gguf_keys(arch, metadata, origin)
   if arch == "gpt2":
-    return config | {
-      "n_embd": dim,
-      "n_layer": own("block_count"),
-      "n_head": heads,
-      "n_inner": own("feed_forward_length"),
-      "n_positions": own("context_length"),
-      "layer_norm_epsilon": own("attention.layer_norm_epsilon", 1e-5),
-    }
-  config |= {
-    "hidden_size": dim,
-    "num_hidden_layers": own("block_count"),
-    "num_attention_heads": heads,
-    "num_key_value_heads": own("attention.head_count_kv", heads),
-    "head_dim": head_dim,
-    "intermediate_size": own("feed_forward_length"),
-    "max_position_embeddings": own("context_length"),
-    "rms_norm_eps": own("attention.layer_norm_rms_epsilon", 1e-6),
-    "rope_theta": own("rope.freq_base", 1e6 if arch == "gemma3" else 1e4),
-    "rope_scaling": None,
-  }
-  kind = own("rope.scaling.type", "none")
-  if "rope_freqs.weight" in tensors:
-    divisors = tensors["rope_freqs.weight"].read(slice(None))
-    config["rope_scaling"] = {"rope_type": "divisors", "divisors": tuple(map(float, divisors))}
-  elif kind != "none" and own("rope.scaling.factor", 0.0) > 0:
-    config["rope_scaling"] = {
-      "rope_type": kind,
-      "factor": own("rope.scaling.factor"),
-      "original_max_position_embeddings": own("rope.scaling.original_context_length"),
-    }
+    return config, origin
+  dim, heads, width = (config[k] for k in ("hidden_size", "num_attention_heads", "head_dim"))
+  if width is None and type(dim) is type(heads) is int and heads > 0:
+    width = dim // heads
+  for key in GGUF_WIDTHS:
+    if own(key, width) != width:
+      raise origin.error(
+        f"`{arch}.{key}` must be {width}, the width of a head; got {records.shown(own(key))}, which"
+        " is not implemented"
+      )
+  config["rope_scaling"] = _gguf_rope(own, tensors, origin, arch)
   if arch == "gemma3":
-    # llama.cpp has these three numbers in its code: they are not in the metadata.
-    config |= {
-      "sliding_window": own("attention.sliding_window"),
-      "rope_local_base_freq": own("rope.freq_base_swa", 1e4),
-      "query_pre_attn_scalar": dim // heads if own("block_count") == 62 else head_dim,
-      "final_logit_softcapping": own("final_logit_softcapping"),
-    }
-  return config
+    # llama.cpp has this number in its code: it is not in the metadata.
+    config["query_pre_attn_scalar"] = dim // heads if own("block_count") == 62 else width
+    if own("final_logit_softcapping") == 0:
+      config["final_logit_softcapping"] = None
+  return config, origin
+
+
+def _gguf_rope(
+  own: Callable[..., Any], tensors: Mapping[str, Tensor], origin: Origin, arch: str
+) -> dict[str, Any] | None:
+  """`rope_scaling` of a config; the type is linear where a factor is given without one."""
+  scaling = {key: own(name) for key, name in GGUF_ROPE.items() if own(name) is not None}
+  scaling = {"factor": own(OLD_FACTOR)} | scaling if own(OLD_FACTOR) is not None else scaling
+  # 0 means that there is none.
+  has_factor = scaling.get("factor") not in (None, 0, 1)
+  kind = scaling.setdefault("rope_type", "linear")
+  if "rope_freqs.weight" in tensors:
+    if has_factor and kind != "none":
+      raise origin.error(
+        "`rope_scaling.factor` must be left out beside the tensor rope_freqs.weight; got"
+        f" {records.shown(scaling['factor'])}"
+      )
+    tensor = tensors["rope_freqs.weight"]
+    if len(tensor.shape) != 1:
+      raise origin.error(f"rope_freqs.weight must be a vector; got shape {list(tensor.shape)}")
+    return {"rope_type": "divisors", "divisors": list(map(float, tensor.read(slice(None))))}
+  if kind == "none" or (kind == "linear" and not has_factor):
+    return None
+  if kind == "yarn" and scaling.get("factor") in (None, 0):
+    scaling["factor"] = 1.0
+  return scaling
+
+
+def _check_gguf_keys(arch: str, metadata: Mapping[str, Any], origin: Origin) -> None:
+  """Raise ValueError for a key that is neither used nor harmless.
+
+  That one flipped bit has made of a key which is used is neither, wherever it is: the reader would
+  take a default in its place.
+  """
+  gguf = import_checkpoints_extra("gguf")
+  used = {*GGUF_KEYS[arch].values(), *GGUF_HARMLESS}
+  if arch != "gpt2":
+    used |= {*GGUF_ROPE.values(), *GGUF_WIDTHS, OLD_FACTOR}
+  known = {"general.architecture", "general.alignment", *(f"{arch}.{key}" for key in used)}
+  known |= {key for key in vars(gguf.Keys.Tokenizer).values() if isinstance(key, str)}
+  for key, value in metadata.items():
+    if key in known:
+      continue
+    name = key.removeprefix(f"{arch}.")
+    if name != key and value not in GGUF_NEUTRAL.get(name, ()):
+      why = "not implemented" if name in GGUF_NEUTRAL else "not a key that is understood"
+      raise origin.error(f"`{key}` is {why}; got {records.shown(value)}")
+    near = [other for other in known - metadata.keys() if _is_one_bit_from(key, other)]
+    if near:
+      raise origin.error(f"`{key}` differs by one bit from `{near[0]}`, which is missing")
+
+
+def _is_one_bit_from(one: str, other: str) -> bool:
+  one, other = one.encode(), other.encode()
+  return len(one) == len(other) and sum((a ^ b).bit_count() for a, b in zip(one, other)) == 1
+
+
+def _check_gguf_tokenizer(metadata: Mapping[str, Any], origin: Origin) -> None:
+  """Raise ValueError for a tokenizer whose parts have other types or lengths than its tokens."""
+  own = lambda key: metadata.get(f"tokenizer.ggml.{key}")
+  if own("tokens") is None:
+    return
+  # Sets of types: the lists have hundreds of thousands of entries.
+  kinds = {"tokens": {str}, "scores": {float}, "token_type": {int}, "merges": {str}}
+  for key, kind in kinds.items():
+    values, name = own(key), f"`tokenizer.ggml.{key}`"
+    if values is None:
+      if {"llama": "scores", "gpt2": "merges"}.get(own("model")) == key:
+        raise origin.error(f"{name} is missing, which the tokenizer {own('model')} needs")
+      continue
+    if not isinstance(values, list) or not {*map(type, values)} <= kind:
+      of = {str: "texts", float: "numbers", int: "integers"}[next(iter(kind))]
+      raise origin.error(f"{name} must be a list of {of}; got {records.shown(values)}")
+    if key != "merges" and len(values) != len(own("tokens")):
+      raise origin.error(
+        f"{name} must have an entry for each of {len(own('tokens')):,} tokens; got {len(values):,}"
+      )
+  if not {*(own("token_type") or ())} <= {*range(7)}:
+    raise origin.error("`tokenizer.ggml.token_type` must hold 0 to 6; got other numbers")
+  if not np.isfinite(own("scores") or 0.0).all():
+    raise origin.error("`tokenizer.ggml.scores` must be finite; got others")
+  if any(pair.count(" ") != 1 for pair in own("merges") or ()):
+    raise origin.error("`tokenizer.ggml.merges` must be pairs with one space; got others")
+  wanted = {"model": str, "pre": str, "add_space_prefix": bool, "add_bos_token": bool}
+  wanted |= {f"{key}_token_id": int for key in ("bos", "eos", "eot", "eom")}
+  for key, kind in wanted.items():
+    if own(key) is not None and type(own(key)) is not kind:
+      what = {str: "a text", bool: "true or false", int: "an integer"}[kind]
+      raise origin.error(f"`tokenizer.ggml.{key}` must be {what}; got {records.shown(own(key))}")
 
 
 LLAMA2C_HEADER = struct.Struct("<7i")
@@ -447,18 +650,24 @@ def _read_llama2c(path: pathlib.Path) -> ModelSource:
     ("ffn_down", (dim, inner)),
     ("ffn_up", (inner, dim)),
   ]
+  expected = LLAMA2C_HEADER.size + 4 * (
+    layers * sum(math.prod(shape) for _, shape in stacked)
+    + (1 if tied else 2) * vocab * dim
+    + dim
+    + 2 * context * (width // 2)
+  )
+  # Before anything is made for each layer.
+  if len(data) != expected:
+    raise ValueError(
+      f"{path} must have {expected:,} bytes for its sizes {header}; got {len(data):,}. It is"
+      " truncated or damaged: copy it again."
+    )
   shapes = {"token_embd.weight": (vocab, dim)}
   shapes |= {
     f"blk.{layer}.{name}.weight": shape for name, shape in stacked for layer in range(layers)
   }
   shapes |= {"output_norm.weight": (dim,), "angles": (2 * context, width // 2)}
   shapes |= {} if tied else {"output.weight": (vocab, dim)}
-  expected = LLAMA2C_HEADER.size + 4 * sum(int(np.prod(shape)) for shape in shapes.values())
-  if len(data) != expected:
-    raise ValueError(
-      f"{path} must have {expected:,} bytes for its sizes {header}; got {len(data):,}. It is"
-      " truncated or damaged: copy it again."
-    )
   numbers, tensors, first = data[LLAMA2C_HEADER.size :].view("<f4"), {}, 0
   for name, shape in shapes.items():
     last = first + int(np.prod(shape))
@@ -477,10 +686,11 @@ def _read_llama2c(path: pathlib.Path) -> ModelSource:
     "rope_theta": 1e4,
     "tie_word_embeddings": tied,
   }
-  return ModelSource(path, "llama2.c", config, tensors, (path,))
+  origin = Origin(str(path), remedy="Copy the file again.")
+  return ModelSource(path, "llama2.c", config, tensors, (path,), origin=origin)
 
 
 def _some(names: list[str], most: int = 5) -> str:
   """A few names, and how many there are."""
-  shown = ", ".join(names[:most])
+  shown = ", ".join(map(records.one_line, names[:most]))
   return shown if len(names) <= most else f"{shown}, ... ({len(names)} in all)"

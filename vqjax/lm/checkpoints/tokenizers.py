@@ -8,7 +8,6 @@ import itertools
 import json
 import pathlib
 import re
-import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -31,6 +30,7 @@ from vqjax.lm.checkpoints.readers import (
   read_json,
 )
 from vqjax.lm.texts import read_text
+from vqjax.outputs import copy_file
 
 __all__ = ["Tokenizer", "from_state", "load_tokenizer"]
 
@@ -137,7 +137,7 @@ class JsonTokenizer:
     """Write tokenizer.json, and tokenizer_config.json where there was one."""
     self.model.save(str(folder / "tokenizer.json"))
     if self.beside is not None:
-      shutil.copy(self.beside, folder / "tokenizer_config.json")
+      copy_file(self.beside, folder / "tokenizer_config.json")
 
 
 class PiecesTokenizer:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from flax import traverse_util
 from jaxtyping import Int
 
 from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints.families import decoder_of
+from vqjax.lm.checkpoints.loading import write_folder
 from vqjax.lm.checkpoints.readers import (
   check_not_compressed,
   import_checkpoints_extra,
@@ -27,7 +26,7 @@ from vqjax.lm.checkpoints.tokenizers import JsonTokenizer, PiecesTokenizer, Toke
 from vqjax.lm.generation import score
 from vqjax.lm.models import Transformer
 from vqjax.lm.texts import pieces
-from vqjax.tables.atomic_files import check_output, whole
+from vqjax.outputs import check_output, copy_file, new_output
 from vqjax.types import Dtype
 
 __all__ = ["Trimmed", "trim"]
@@ -347,7 +346,7 @@ def trim(
     FileExistsError: `out` exists.
     ValueError: see `kept_tokens`; the tokenizer is of another kind, or `scored` is negative.
   """
-  check_output(out)
+  check_output(out, folder=True)
   if not any(text.strip() for text in texts):
     raise ValueError("`texts` must have text; got none. Give a text of the model's language.")
   if scored < 0:
@@ -356,7 +355,7 @@ def trim(
   source = open_source(path)
   check_not_compressed(source)
   tokenizer = checkpoints.load_tokenizer(path)
-  vocab = decoder_of(source.config).head.vocab
+  vocab = source.decoder().head.vocab
   counted, held = zip(*(_split(text) for text in texts))
   counts = np.zeros(vocab, np.int64)
   for piece in pieces(counted, 100_000):
@@ -368,8 +367,8 @@ def trim(
   small, fewer = _without_rows(model, variables, ids)
   table = next((t for n, t in source.tensors.items() if n.endswith(TABLES)), None)
   written_dtype = {"F32": "float32", "F16": "float16"}.get(table and table.format, "bfloat16")
-  with whole(out) as partial:
-    checkpoints.save(partial, small, fewer, found.rebuilt(ids), dtype=written_dtype)
+  with new_output(out, folder=True) as partial:
+    write_folder(partial, small, fewer, found.rebuilt(ids), dtype=written_dtype)
     _renumber_files(source.path if source.path.is_dir() else source.path.parent, partial, ids)
     written = checkpoints.load_tokenizer(partial)
     report = _measured(
@@ -419,7 +418,7 @@ def _renumber_files(source: pathlib.Path, folder: pathlib.Path, ids: np.ndarray)
   number_of = {int(old): number for number, old in enumerate(ids)}
   for name in ("special_tokens_map.json", "chat_template.jinja"):
     if (source / name).is_file() and (folder / "tokenizer.json").is_file():
-      shutil.copy(source / name, folder / name)
+      copy_file(source / name, folder / name)
   config = folder / "tokenizer_config.json"
   # Beside tokenizer.json it is the model's own; beside tokenizer.model it was written anew.
   if config.is_file() and (folder / "tokenizer.json").is_file():
