@@ -31,3 +31,6 @@ class FewWords(FakeTokenizer):
 
   def decode(self, tokens):
     return " ".join(self.words[token] for token in tokens if token)
+
+  def piece(self, token):
+    return self.words[token]

@@ -71,8 +71,8 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 def encode_document(tokenizer: Tokenizer, document: str) -> np.ndarray:
   """Return the tokens of a document and the one that ends it, int64.
 
-  BOS comes first where the tokenizer has one; in a tokenizer without, the end of the document
-  before begins the next.
+  BOS comes first, unless it is the token that ends a document too: then the end of the document
+  before begins the next, and loaders put one before the first.
   """
   end = tokenizer.eos[0]
   return np.array([*tokenizer.encode(document, special=tokenizer.bos != end), end], np.int64)

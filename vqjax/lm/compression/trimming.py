@@ -150,7 +150,8 @@ def kept_tokens(
   for token in np.argsort(-free, kind="stable").tolist():
     if len(kept) == keep:
       break
-    name = found.names[token]
+    # Rows of a padded table may follow the last token.
+    name = found.names[token] if token < len(found.names) else None
     if token in kept or name is None:
       continue
     needed = {number_of[part] for part in found.parts(name) if part in number_of} | {token}
@@ -206,6 +207,12 @@ def _of_pieces(tokenizer: PiecesTokenizer) -> Vocabulary:
       number_of.get(tokenizer.bos),
       [number_of[token] for token in tokenizer.eos],
       add_bos=tokenizer.add_bos,
+      added=[
+        dataclasses.replace(token, number=number_of[number])
+        for number, token in tokenizer.added.items()
+        if number in number_of
+      ],
+      spaced=tokenizer.spaced,
     )
 
   is_bpe = proto.trainer_spec.model_type == 2
@@ -280,7 +287,6 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
       library,
       new_of.get(tokenizer.bos),
       [new_of[token] for token in tokenizer.eos],
-      add_bos=tokenizer.add_bos,
       beside=tokenizer.beside,
     )
 
@@ -414,7 +420,8 @@ def _renumber_files(source: pathlib.Path, folder: pathlib.Path, ids: np.ndarray)
     if (source / name).is_file() and (folder / "tokenizer.json").is_file():
       copy_file(source / name, folder / name)
   config = folder / "tokenizer_config.json"
-  if config.is_file():
+  # Beside tokenizer.json it is the model's own; beside tokenizer.model it was written anew.
+  if config.is_file() and (folder / "tokenizer.json").is_file():
     read = read_json(config)
     if isinstance(added := read.get("added_tokens_decoder"), dict):
       known = {int(old): entry for old, entry in added.items() if int(old) in number_of}
