@@ -42,11 +42,11 @@ import numpy as np
 from vqjax.lab import exits
 from vqjax.lab.training.provenance import provenance
 from vqjax.lm import checkpoints, records
-from vqjax.lm.checkpoints.readers import Tensor
 from vqjax.lm.compression.calibration import SEED, collect
 from vqjax.lm.compression.judging import Reference, with_tables
 from vqjax.lm.compression.search import Compression, search
 from vqjax.lm.generation import GREEDY, generate, unstacked
+from vqjax.lm.sources.readers import Tensor
 from vqjax.lm.texts import TextWindows, data_path, encode_text, text_windows
 from vqjax.outputs import atomic_file
 from vqjax.tables import Moments, PackedTable, container, ideal_bits, pack, units_of

@@ -27,7 +27,7 @@ from vqjax import CertifiedHead, DenseHead, RoutedHead, assign
 from vqjax.convert import LikelyTokens, likely_tokens, train_routes
 from vqjax.lab import exits
 from vqjax.lab.training.provenance import provenance
-from vqjax.lm import checkpoints, records
+from vqjax.lm import checkpoints, records, tokenizers
 from vqjax.lm.texts import data_path
 from vqjax.ops import certified as ops
 from vqjax.ops import narrow, sampling
@@ -80,7 +80,7 @@ def collected_states(options, model, variables, say):
       path = options.work / f"{name}-{first:05d}.npz"
       if not path.is_file():
         if texts is None:
-          tokenizer = checkpoints.load_tokenizer(data_path(options.model, kind="--model"))
+          tokenizer = tokenizers.load_tokenizer(data_path(options.model, kind="--model"))
           texts = read_domains(tokenizer, vocab, options.work / "texts.npz")
         some = (
           spread_windows(texts.held_out, each)

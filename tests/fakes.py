@@ -2,7 +2,7 @@
 
 
 class FakeTokenizer:
-  """What most tests do not need of a tokenizer, `vqjax.lm.checkpoints.Tokenizer`."""
+  """What most tests do not need of a tokenizer, `vqjax.lm.tokenizers.Tokenizer`."""
 
   bos, eos = None, ()
   pieces = property(lambda self: self.vocab)

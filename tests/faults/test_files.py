@@ -23,9 +23,9 @@ from tests.lm.checkpoints.families import CONFIGS, LLAMA3, YARN, small
 from tests.lm.checkpoints.test_gguf import plain, written
 from vqjax.commands.console import OutputFile
 from vqjax.lm import checkpoints, records
-from vqjax.lm.checkpoints import readers
-from vqjax.lm.checkpoints.schema import HARMLESS
 from vqjax.lm.lenses.tuned import Lens, load_lens, save_lens
+from vqjax.lm.sources import readers
+from vqjax.lm.sources.schema import HARMLESS
 from vqjax.tables import tensor_files
 
 EDGES = [0, -1, 1, 2**31 - 1, 2**31, 2**63, 10**18, 10**400, 1e-300, 1e300, -0.0, "", "x", [], {}]

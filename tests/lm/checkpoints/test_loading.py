@@ -14,8 +14,8 @@ from tests.jitted import apply
 from tests.lm.checkpoints.families import CONFIGS, YARN, V, small
 from vqjax import CodebookEmbedding, CodebookHead, DenseEmbedding, DenseHead, sharding
 from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints.families import decoder_of, described
 from vqjax.lm.models import RMSNorm
+from vqjax.lm.sources.families import decoder_of, described
 
 
 def assert_equal_trees(found, expected):

@@ -8,8 +8,9 @@ import pytest
 from tests.lm.checkpoints.families import small
 from vqjax.cli import main
 from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints.tokenizers import JsonTokenizer, from_pieces
 from vqjax.lm.compression import trimming
+from vqjax.lm.tokenizers import from_pieces, load_tokenizer
+from vqjax.lm.tokenizers.reading import JsonTokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 
@@ -110,7 +111,7 @@ def test_any_text_is_restored_from_few_tokens(kind, tmp_path):
   # Without spaces, which must be restored all the same.
   words = text().replace(" ", "")
   report = trimming.trim(tmp_path / "model", tmp_path / "out", keep, [words], scored=0)
-  written = checkpoints.load_tokenizer(tmp_path / "out")
+  written = load_tokenizer(tmp_path / "out")
   assert report.kept == keep
   assert report.coverage < 1 < report.tokens_after / report.tokens
   assert report.restored_after == report.lines > 5
@@ -156,7 +157,7 @@ def test_sentencepiece_models_are_trimmed(tmp_path):
   report = trimming.trim(
     tmp_path / "model", tmp_path / "out", 273, ["<tool>the cat\n" * 50], scored=0
   )
-  written = checkpoints.load_tokenizer(tmp_path / "out")
+  written = load_tokenizer(tmp_path / "out")
   ids = json.loads((tmp_path / "out" / "trimming.json").read_text())["ids"]
   assert report.coverage == 1
   for line in ("the cat", "the cat<turn><tool>the</s>"):

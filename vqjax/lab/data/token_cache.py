@@ -14,7 +14,7 @@ from vqjax.lab.data.corpus_files import content_hash
 from vqjax.lab.data.source import Source
 from vqjax.lab.data.tokenizer_recipes import TokenizerRecipe
 from vqjax.lm import records
-from vqjax.lm.checkpoints import Tokenizer
+from vqjax.lm.tokenizers import Tokenizer
 from vqjax.outputs import atomic_file
 
 __all__ = ["TokenSplit", "encode_document", "encode_split", "fingerprint", "fit_tokenizer"]

@@ -8,7 +8,7 @@ import math
 import pathlib
 
 from vqjax.lm.checkpoints.loading import variable_sources
-from vqjax.lm.checkpoints.readers import open_source
+from vqjax.lm.sources.readers import open_source
 
 __all__ = ["Inspection", "inspect"]
 

@@ -20,24 +20,24 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from vqjax.convert.trained_variables import Variables
 from vqjax.embeddings import DenseEmbedding, Embedding
 from vqjax.heads import DenseHead, Head
-from vqjax.lm.checkpoints.families import Family, Rule, described, family_of
-from vqjax.lm.checkpoints.layout import Layout
-from vqjax.lm.checkpoints.readers import (
+from vqjax.lm.checkpoints.runtime import Runtime, runtime_of
+from vqjax.lm.models import Transformer
+from vqjax.lm.sources.families import Family, Rule, described, family_of
+from vqjax.lm.sources.layout import Layout
+from vqjax.lm.sources.readers import (
   ModelSource,
   Tensor,
   _some,
   open_source,
   verify_tensor,
 )
-from vqjax.lm.checkpoints.runtime import Runtime, runtime_of
-from vqjax.lm.checkpoints.tokenizers import (
+from vqjax.lm.tokenizers.reading import (
   JsonTokenizer,
   PiecesTokenizer,
   Tokenizer,
   check_size,
   find_tokenizer,
 )
-from vqjax.lm.models import Transformer
 from vqjax.outputs import new_output
 from vqjax.sharding import shardings
 from vqjax.tables.container import SEPARATOR

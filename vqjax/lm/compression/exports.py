@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Int, Int32, Num
 
 from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints.families import family_of
 from vqjax.lm.checkpoints.loading import ShardedFiles, variable_sources
-from vqjax.lm.checkpoints.readers import (
+from vqjax.lm.sources.families import family_of
+from vqjax.lm.sources.readers import (
   ModelSource,
   Tensor,
   check_not_compressed,

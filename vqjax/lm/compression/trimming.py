@@ -14,18 +14,18 @@ import numpy as np
 from flax import traverse_util
 from jaxtyping import Int
 
-from vqjax.lm import checkpoints
+from vqjax.lm import checkpoints, tokenizers
 from vqjax.lm.checkpoints.loading import write_folder
-from vqjax.lm.checkpoints.readers import (
+from vqjax.lm.generation import score
+from vqjax.lm.models import Transformer
+from vqjax.lm.sources.readers import (
   check_not_compressed,
   import_checkpoints_extra,
   open_source,
   read_json,
 )
-from vqjax.lm.checkpoints.tokenizers import JsonTokenizer, PiecesTokenizer, Tokenizer
-from vqjax.lm.generation import score
-from vqjax.lm.models import Transformer
 from vqjax.lm.texts import pieces
+from vqjax.lm.tokenizers.reading import JsonTokenizer, PiecesTokenizer, Tokenizer
 from vqjax.outputs import check_output, copy_file, new_output
 from vqjax.types import Dtype
 
@@ -354,7 +354,7 @@ def trim(
   # What may be refused comes before the weights are read.
   source = open_source(path)
   check_not_compressed(source)
-  tokenizer = checkpoints.load_tokenizer(path)
+  tokenizer = tokenizers.load_tokenizer(path)
   vocab = source.decoder().head.vocab
   counted, held = zip(*(_split(text) for text in texts))
   counts = np.zeros(vocab, np.int64)
@@ -370,7 +370,7 @@ def trim(
   with new_output(out, folder=True) as partial:
     write_folder(partial, small, fewer, found.rebuilt(ids), dtype=written_dtype)
     _renumber_files(source.path if source.path.is_dir() else source.path.parent, partial, ids)
-    written = checkpoints.load_tokenizer(partial)
+    written = tokenizers.load_tokenizer(partial)
     report = _measured(
       (model, variables, tokenizer), (small, fewer, written), found, ids, held, scored
     )

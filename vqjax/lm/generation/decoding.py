@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.lm.checkpoints.tokenizers import Tokenizer
 from vqjax.lm.generation import speculation
 from vqjax.lm.generation.kv_cache import Ring, Variables, decode, prefill, unstacked
 from vqjax.lm.generation.sampling import UNFILTERED, Sampling, choose
 from vqjax.lm.generation.speculation import Drafter
 from vqjax.lm.generation.text_stream import TextStream, stop_tokens
 from vqjax.lm.models import Transformer
+from vqjax.lm.tokenizers.reading import Tokenizer
 
 __all__ = ["Generated", "generate", "stream"]
 

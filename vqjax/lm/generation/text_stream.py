@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vqjax.lm.checkpoints.tokenizers import Tokenizer
+from vqjax.lm.tokenizers.reading import Tokenizer
 
 __all__ = ["TextStream"]
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from vqjax.convert.packed_table import PackedTable
 from vqjax.lm import records
-from vqjax.lm.checkpoints.families import FAMILIES, decoder_of
-from vqjax.lm.checkpoints.gguf_header import Header, read_header
-from vqjax.lm.checkpoints.schema import Origin
 from vqjax.lm.models import Transformer
+from vqjax.lm.sources.families import FAMILIES, decoder_of
+from vqjax.lm.sources.gguf_header import Header, read_header
+from vqjax.lm.sources.schema import Origin
 from vqjax.tables import container, tensor_files
 from vqjax.tables.tensor_files import DTYPES, release
 from vqjax.types import Dtype

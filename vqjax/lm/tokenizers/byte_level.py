@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vqjax.lm.checkpoints.readers import import_checkpoints_extra
+from vqjax.lm.sources.readers import import_checkpoints_extra
 
 __all__ = []
 

@@ -16,11 +16,11 @@ from flax import linen as nn
 
 from vqjax.embeddings import DenseEmbedding
 from vqjax.heads import DenseHead
-from vqjax.lm.checkpoints import schema
-from vqjax.lm.checkpoints.layout import Layout
-from vqjax.lm.checkpoints.schema import Origin, read_config
 from vqjax.lm.models import MLP, Attention, LayerNorm, RMSNorm, Rotary, Transformer, rotary
 from vqjax.lm.records import shown
+from vqjax.lm.sources import schema
+from vqjax.lm.sources.layout import Layout
+from vqjax.lm.sources.schema import Origin, read_config
 from vqjax.types import Dtype
 
 __all__ = ["decoder_of"]
@@ -549,7 +549,7 @@ def family_of(config: Mapping[str, Any], origin: Origin | None = None) -> Family
     raise dataclasses.replace(
       origin or Origin(),
       remedy="Other architectures are not implemented: add a Family to"
-      " vqjax/lm/checkpoints/families.py.",
+      " vqjax/lm/sources/families.py.",
     ).error(f"`model_type` must be one of {', '.join(FAMILIES)}; got {shown(kind)}")
   return FAMILIES[kind]
 

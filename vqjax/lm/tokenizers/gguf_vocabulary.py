@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vqjax.lm.checkpoints.byte_level import RULES, WordRule
+from vqjax.lm.tokenizers.byte_level import RULES, WordRule
 
 __all__ = []
 

@@ -6,10 +6,9 @@ import warnings
 
 import pytest
 
-from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints import tokenizers
-from vqjax.lm.checkpoints.readers import ModelSource
 from vqjax.lm.generation import TextStream
+from vqjax.lm.sources.readers import ModelSource
+from vqjax.lm.tokenizers import reading
 
 library = pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 sentencepiece = pytest.importorskip("sentencepiece", reason="the extra `checkpoints` is missing")
@@ -23,9 +22,7 @@ def of_gguf(name="", **keys):
   """The tokenizer of a GGUF of this name with these keys, which follow "tokenizer.ggml."."""
   metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
   metadata["general.name"] = name
-  return tokenizers.find_tokenizer(
-    ModelSource(pathlib.Path("m.gguf"), "gguf", {}, {}, (), metadata)
-  )
+  return reading.find_tokenizer(ModelSource(pathlib.Path("m.gguf"), "gguf", {}, {}, (), metadata))
 
 
 def of_words(extra, types, **keys):
@@ -126,7 +123,7 @@ def test_rows_of_a_padded_table_have_no_piece():
     assert found.piece(last + 1) == found.piece(last + 2) == ""
     assert found.pieces == last + 1
     assert found.decode([last, last + 1, last + 2, *found.encode("hi", special=False)]) == "hi"
-    again = checkpoints.from_state(found.state())
+    again = reading.from_state(found.state())
     assert (again.pieces, again.vocab, again.eos) == (found.pieces, found.vocab, found.eos)
 
 
@@ -188,7 +185,7 @@ def test_a_saved_tokenizer_of_a_gguf_has_the_same_ids(kind, tmp_path):
     found.save(folder)
     ends = {"bos_token_id": found.bos, "eos_token_id": list(found.eos)}
     source = ModelSource(folder, "safetensors", {"model_type": "llama"} | ends, {})
-    again = tokenizers.find_tokenizer(source)
+    again = reading.find_tokenizer(source)
     for text in ("hi <m> hi<eos>hi", "", "<bos>hi"):
       assert again.encode(text) == found.encode(text)
       assert again.decode(again.encode(text)) == found.decode(found.encode(text))
@@ -205,7 +202,7 @@ def write(folder, **files):
 
 def of_folder(folder, **config):
   """The tokenizer of a folder with this config."""
-  return tokenizers.find_tokenizer(
+  return reading.find_tokenizer(
     ModelSource(folder, "safetensors", {"model_type": "llama"} | config, {})
   )
 
@@ -325,7 +322,7 @@ def test_a_tokenizer_model_has_one_id_for_each_control_and_added_token(model_fil
   assert found.decode(found.encode("hi<tool> hi<|im_end|>")) == "hi<tool>  hi"
   assert (found.eos, found.vocab, found.pieces) == ((count + 1,), count + 3, count)
   assert found.piece(count) == ""
-  again = checkpoints.from_state(found.state())
+  again = reading.from_state(found.state())
   assert again.encode("hi<tool>") == found.encode("hi<tool>")
   # Without `legacy`, a space is put before the first text alone.
   write(tmp_path, tokenizer_config={"add_bos_token": False, "legacy": False})
@@ -345,7 +342,7 @@ def test_a_stream_keeps_the_space_of_a_word_after_a_token():
   strips.decoder = decoders.Sequence(
     [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
   )
-  for found in (pieces, tokenizers.JsonTokenizer(strips, 1, [2])):
+  for found in (pieces, reading.JsonTokenizer(strips, 1, [2])):
     for ids in ([4, 3, 5, 3, 5], [3, 3, 3, 3, 3, 3, 3, 4, 5]):
       for cut in range(len(ids)):
         stream = TextStream(found, [1, *ids[:cut]])

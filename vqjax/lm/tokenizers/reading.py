@@ -12,8 +12,15 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from vqjax.lm.checkpoints.byte_level import RULES, SPACE, AddedToken, begin_with, byte_level
-from vqjax.lm.checkpoints.gguf_vocabulary import (
+from vqjax.lm.sources.readers import (
+  ModelSource,
+  import_checkpoints_extra,
+  open_source,
+  read_json,
+)
+from vqjax.lm.texts import read_text
+from vqjax.lm.tokenizers.byte_level import RULES, SPACE, AddedToken, begin_with, byte_level
+from vqjax.lm.tokenizers.gguf_vocabulary import (
   BYTE,
   CONTROL,
   NORMAL,
@@ -23,13 +30,6 @@ from vqjax.lm.checkpoints.gguf_vocabulary import (
   padding_name,
   read_vocabulary,
 )
-from vqjax.lm.checkpoints.readers import (
-  ModelSource,
-  import_checkpoints_extra,
-  open_source,
-  read_json,
-)
-from vqjax.lm.texts import read_text
 from vqjax.outputs import copy_file
 
 __all__ = ["Tokenizer", "from_state", "load_tokenizer"]

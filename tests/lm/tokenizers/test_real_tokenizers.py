@@ -9,8 +9,10 @@ import pytest
 
 from tests.lm.checkpoints.report import mixed_lines
 from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints import tokenizers
-from vqjax.lm.checkpoints.gguf_vocabulary import (
+from vqjax.lm.generation import GREEDY, generate
+from vqjax.lm.sources.readers import ModelSource, gguf_header
+from vqjax.lm.tokenizers import reading
+from vqjax.lm.tokenizers.gguf_vocabulary import (
   BYTE,
   CONTROL,
   NORMAL,
@@ -18,8 +20,6 @@ from vqjax.lm.checkpoints.gguf_vocabulary import (
   UNUSED,
   USER_DEFINED,
 )
-from vqjax.lm.checkpoints.readers import ModelSource, gguf_header
-from vqjax.lm.generation import GREEDY, generate
 
 library = pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 pytest.importorskip("gguf", reason="the extra `checkpoints` is not installed")
@@ -28,7 +28,7 @@ pytest.importorskip("gguf", reason="the extra `checkpoints` is not installed")
 def of_metadata(metadata, path="m.gguf"):
   """The tokenizer in the metadata of a GGUF."""
   source = ModelSource(pathlib.Path(path), "gguf", {}, {}, (), metadata)
-  return tokenizers.find_tokenizer(source)
+  return reading.find_tokenizer(source)
 
 
 def present(path):
@@ -102,7 +102,7 @@ def test_a_gguf_has_the_ids_of_the_tokenizer_json_that_it_was_converted_from(nam
     assert found.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
   assert {found.piece(end) for end in found.eos} == ends
   assert found.piece(rows - 1) == ("" if rows > max(number_of.values()) + 1 else tokens[-1])
-  folder = tokenizers.find_tokenizer(
+  folder = reading.find_tokenizer(
     ModelSource(path.parent, "safetensors", {"model_type": "llama"}, {})
   )
   assert folder.encode("a b", special=False) == found.encode("a b", special=False)
@@ -111,7 +111,7 @@ def test_a_gguf_has_the_ids_of_the_tokenizer_json_that_it_was_converted_from(nam
 @pytest.mark.slow
 def test_gemma_has_the_ids_and_texts_of_its_tokenizer_json(gemma, tokenizer_files):
   theirs = library.Tokenizer.from_file(str(present(tokenizer_files / "gemma3" / "tokenizer.json")))
-  found = checkpoints.load_tokenizer(gemma)
+  found = reading.load_tokenizer(gemma)
   chat = "<start_of_turn>user\nWhy is the sky blue?<end_of_turn>\n<start_of_turn>model\n"
   assert found.encode(chat) == theirs.encode(chat).ids
   assert {found.piece(end) for end in found.eos} == {"<eos>", "<end_of_turn>"}
