@@ -10,6 +10,7 @@ import pytest
 from tests.lm.checkpoints.families import small
 from tests.lm.checkpoints.report import mixed_lines
 from vqjax.lm import checkpoints
+from vqjax.lm.sources import readers
 from vqjax.lm.tokenizers import byte_level, reading
 
 library = pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
@@ -182,7 +183,7 @@ def gpt2(real_data, tmp_path_factory):
 
 
 def test_gpt2_has_its_published_ids(gpt2, real_data):
-  source = checkpoints.readers.ModelSource(
+  source = readers.ModelSource(
     gpt2, "safetensors", {"model_type": "gpt2", "eos_token_id": 50256}, {}
   )
   found = reading.find_tokenizer(source)
@@ -195,7 +196,7 @@ def test_gpt2_has_its_published_ids(gpt2, real_data):
 @pytest.mark.slow
 def test_transformers_has_the_same_ids_for_ten_thousand_lines(gpt2, trained, tmp_path):
   transformers = pytest.importorskip("transformers", reason="`make parity` installs transformers")
-  source = checkpoints.readers.ModelSource(gpt2, "safetensors", {"model_type": "gpt2"}, {})
+  source = readers.ModelSource(gpt2, "safetensors", {"model_type": "gpt2"}, {})
   found = reading.find_tokenizer(source)
   merges = pathlib.Path(gpt2 / "merges.txt")
   if not merges.read_text("utf-8").startswith("#version"):
