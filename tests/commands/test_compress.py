@@ -22,6 +22,7 @@ from vqjax.lm.checkpoints import RUNTIMES
 from vqjax.lm.checkpoints.runtime import StoredEmbedding
 from vqjax.lm.compression import folders, judging, search
 from vqjax.lm.generation import EarlyExit, Sampling, generate
+from vqjax.lm.sources import readers
 from vqjax.lm.texts import TextWindows, encode_text
 from vqjax.sharding import MeshShape, make_mesh
 from vqjax.tables import Moments, coded_table, container
@@ -284,7 +285,7 @@ def test_damaged_parts_of_packed_tables_are_named(folder, texts, tmp_path):
     container.read_table(out)
   weights = out / "model.safetensors"
   content = bytearray(weights.read_bytes())
-  source = checkpoints.readers.open_source(out)
+  source = readers.open_source(out)
   bits = source.tensors["model.embed_tokens.weight"].table.stream
   content[content.index(np.asarray(bits).tobytes()) + 40] ^= 4
   weights.write_bytes(content)
@@ -302,7 +303,7 @@ def test_a_damaged_table_is_named(compressed, tmp_path):
   copy = shutil.copytree(compressed[1], tmp_path / "copy")
   (weights,) = copy.glob("*.safetensors")
   data = bytearray(weights.read_bytes())
-  source = checkpoints.readers._safetensors(weights)
+  source = readers._safetensors(weights)
   words = next(t for name, t in source.items() if name.endswith(".words"))
   at = data.find(bytes(words.read(slice(None))))
   data[at + 40] ^= 1
@@ -686,12 +687,12 @@ def test_room_for_tables_of_unknown_bytes_is_told_when_they_are_known(
 def test_no_room_for_a_tensor_is_told_before_it_is_read(folder, tmp_path, capsys, monkeypatch):
   random_moments().save(tmp_path / "moments")
   name = "model.embed_tokens.weight"
-  tensors = checkpoints.readers.open_source(folder).tensors
+  tensors = readers.open_source(folder).tensors
   others = sum(tensor.nbytes for own, tensor in tensors.items() if own != name)
   # Never above a byte a number, however large the bound.
   needed = others + V * 32 + jobs.OTHER_FILES
   room(monkeypatch, needed - 1)
-  monkeypatch.setattr(checkpoints.readers, "verify_tensor", None)
+  monkeypatch.setattr(readers, "verify_tensor", None)
   given = "--bytes", "1GB", "--out", str(tmp_path / "out"), "--table", name
   line = refused(capsys, compress.main([str(folder), *given, str(tmp_path / "moments")]))
   assert f"`--out` must be on a disk with {needed:,} bytes free; got {needed - 1:,}. Free" in line

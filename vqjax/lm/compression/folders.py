@@ -34,6 +34,7 @@ from vqjax.lm.compression.judging import (
 from vqjax.lm.compression.search import CLOSE_SIZE, COMPRESSIONS, Compression, Point, Tables, search
 from vqjax.lm.jobs import ProgressBars, check_free, open_work, work_of
 from vqjax.lm.sources.readers import check_not_compressed
+from vqjax.lm.sources import readers
 from vqjax.lm.texts import WINDOW, check_tokens, check_window, counts_of, encode_texts, text_windows
 from vqjax.outputs import check_output, copied_file, new_output, publish, write_text
 from vqjax.tables import Moments, container, gguf_types
@@ -224,7 +225,7 @@ def check_paths(job: CompressionJob) -> None:
   """
   check_output(job.out, "--out", folder=True)
   if job.model.is_dir() or job.model.suffix == ".safetensors":
-    check_not_compressed(checkpoints.readers.open_source(job.model))
+    check_not_compressed(readers.open_source(job.model))
   if (beside := job.model / "tokenizer_config.json").is_file():
     copied_file(beside)
   if (job.kl is None) == (job.size is None):
@@ -335,7 +336,7 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
   """
   begin = time.monotonic()
   check_output(job.out, "--out", folder=True)
-  source = checkpoints.readers.open_source(job.model)
+  source = readers.open_source(job.model)
   check_not_compressed(source)
   if source.kind != "safetensors":
     raise ValueError(
@@ -359,13 +360,13 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
   tables = {}
   for name in moments:
     tensor = source.tensors[name]
-    checkpoints.readers.verify_tensor(name, tensor, source.path)
+    readers.verify_tensor(name, tensor, source.path)
     # Mapped from the file: only blocks of rows are turned into float32.
     tables[name] = tensor.read(slice(None))
     for first in range(0, tensor.shape[0], ROWS):
       rows = tables[name][first : first + ROWS]
       check_rows(np.asarray(rows, np.float32), name)
-      checkpoints.readers.release(rows)
+      readers.release(rows)
   made = Tables(tables, moments)
 
   def measure(step: float) -> Point:
