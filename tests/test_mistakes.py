@@ -68,21 +68,9 @@ MISTAKES = {
     lambda: CodebookHead(V, D, np.arange(V)).init(KEY, HIDDEN),
     "`codes` of CodebookHead must be an integer",
   ),
-  "a short assignment": (
-    lambda: CodebookHead(V, D, 5, assignment_init=np.arange(7) % 5).init(KEY, HIDDEN),
-    r"`assignment` .* \(7,\)",
-  ),
   "a [D, V] array for a weight": (
     lambda: DenseHead(V, D, weight_init=WEIGHT.T).init(KEY, HIDDEN),
     r"a given array must have shape \(31, 8\); got \(8, 31\)",
-  ),
-  "an assignment in floats": (
-    lambda: CodebookHead(V, D, 5, assignment_init=np.zeros(V)).init(KEY, HIDDEN),
-    "integers; got float64",
-  ),
-  "more codes than tokens": (
-    lambda: CodebookHead(V, D, 99).init(KEY, HIDDEN),
-    "`codes` .* got 99 for vocab 31",
   ),
   "a seed for a key": (lambda: call("sample", HIDDEN, 0), r"`key` .* got 0. Use jax.random.key"),
   "a number of tokens in floats": (lambda: call("top_k", HIDDEN, 3.0), "`k` .* got 3.0"),
@@ -211,8 +199,4 @@ def test_an_array_is_accepted_where_a_function_makes_one():
   assert head == CodebookHead(V, D, 5, assignment_init=list(assignment))
   assert hash(head) == hash(head.clone())
   assert head != CodebookHead(V, D, 5, assignment_init=assignment[::-1])
-
-
-@pytest.mark.parametrize("layer", [HEAD, GroupedHead(V, D), CodebookHead(V, D, 5, [0] * V)])
-def test_an_unbound_layer_is_pickled(layer):
-  assert pickle.loads(pickle.dumps(layer)) == layer
+  assert pickle.loads(pickle.dumps(head)) == head

@@ -154,7 +154,9 @@ def test_codes_of_k_and_above_are_refused(saved):
 
 
 def test_tokens_outside_are_nan_in_jax_and_an_error_in_numpy(saved):
-  assert np.isnan(vectors_of(CompactEmbedding.load(saved), np.array([V, -1]))).all()
+  small = CompactEmbedding.load(saved)
+  assert np.isnan(vectors_of(small, np.array([V, -1]))).all()
+  assert vectors_of(small, np.zeros((2, 0), int)).shape == (2, 0, D)
   with pytest.raises(IndexError, match=f"`tokens` .*{V}"):
     compact_file.open_compact(saved)[[V]]
 

@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 from tests import reference
 from tests.contract import HeadContract
 from tests.contract_on_meshes import as_float64
-from tests.jitted import abstract_variables, initial_variables, random_variables, results, run
+from tests.jitted import abstract_variables, random_variables, results, run
 from vqjax.assign.multiple import mixed_radix
 from vqjax.heads import LearnedProductHead, ProductHead
-from vqjax.heads.product import sub_vector_init
 from vqjax.ops import product
 
 
@@ -164,20 +162,6 @@ def test_codes_that_do_not_fit_are_refused(codes, message):
 def test_a_negative_or_infinite_commitment_is_refused(value):
   with pytest.raises(ValueError, match=f"`commitment` .*{value}"):
     LearnedProductHead(7, 4, 3, 2, commitment=value).size()
-
-
-def test_initialisers_may_be_partitioned():
-  init = nn.with_partitioning(sub_vector_init, (None, "codes", None))
-  boxed = abstract_variables(ProductHead(11, 6, 3, 2, table_init=init))["params"]["tables"]
-  assert boxed.names == (None, "codes", None)
-  assert boxed.value.shape == (2, 3, 3)
-
-
-def test_initial_rows_have_unit_length_on_average():
-  head = ProductHead(500, 64, 50, 8)
-  variables = initial_variables(head)
-  rows = composed(variables["codes"]["codes"], variables["params"]["tables"])
-  np.testing.assert_allclose((rows**2).sum(-1).mean(), 1, rtol=0.1)
 
 
 @pytest.mark.fast_cases(1)
