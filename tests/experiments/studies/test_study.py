@@ -99,10 +99,27 @@ def test_a_line_that_is_not_a_result_is_named(study, line):
     study.read("smoke")
 
 
-@pytest.mark.parametrize("name", ["comparison", "dpq", "grouped", "vq_logits"])
+def study_of(name):
+  return importlib.import_module(f"experiments.studies.{name}.run").STUDY
+
+
+STUDIES = ["comparison", "dpq", "grouped", "vq_logits"]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_jobs_have_distinct_names_and_follow_those_that_they_need(name):
+  for scale in study_of(name).scales:
+    seen = set()
+    for job in study_of(name).jobs(scale):
+      assert job.name not in seen
+      assert seen.issuperset(job.needs)
+      seen.add(job.name)
+
+
+@pytest.mark.parametrize("name", STUDIES)
 def test_every_kept_result_is_of_the_configuration_that_the_code_has(name):
   """A code move must not change the identity of a result."""
-  study = importlib.import_module(f"experiments.studies.{name}.run").STUDY
+  study = study_of(name)
   identities = {job.name: job.identity() for job in study.jobs("cpu")}
   kept = {name: row["result"]["config_hash"] for name, row in study.read("cpu").items()}
   assert {name: identities.get(name) for name in kept} == kept
