@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests import jitted
-from vqjax import DPQEmbedding, MovingAverage, Revival, SoftmaxQuantizer, convert
+from vqjax import DPQEmbedding, MovingAverage, Revival, convert
 from vqjax.embeddings import LowRankEmbedding, ProductEmbedding, ScalarEmbedding
 from vqjax.quantizers import CentroidQuantizer, EncoderQuantizer
 
@@ -88,7 +88,6 @@ def test_more_bits_lower_the_error(table):
   ("embedding", "part"),
   [
     (LowRankEmbedding(V, D, 6), 0.6),
-    (DPQEmbedding(V, D, SoftmaxQuantizer(K, M, D)), 0.6),
     (DPQEmbedding(V, D, CentroidQuantizer(K, M, D, normalize=False)), 0.6),
     (ProductEmbedding(V, D, K, M), 0.8),  # its codes are hashes of the tokens, and stay
   ],

@@ -96,7 +96,7 @@ def test_a_table_that_is_not_finite_is_refused():
 
 
 @pytest.mark.fast_cases(4)
-@pytest.mark.parametrize("bits", [*range(1, 10), 16])
+@pytest.mark.parametrize("bits", [1, 3, 8, 9, 12, 16])
 def test_levels_are_packed_at_their_bits_and_read_back(bits, tmp_path):
   vocab, dim = 101, 7
   embedding = ScalarEmbedding(vocab, dim, bits)

@@ -11,10 +11,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests import reference
-from tests.ops.exact import normals
 from vqjax import linear_sample, linear_top_k
-from vqjax.ops import linear_decoding, product, sampling
-from vqjax.ops.row_factory import RowFactory, columns
+from vqjax.ops import linear_decoding, sampling
+from vqjax.ops.row_factory import columns
 
 V, D = 1009, 12
 
@@ -164,14 +163,6 @@ def test_columns_of_a_kernel_on_eight_devices():
   check_best(best, expected, 200)
   own = np.take_along_axis(expected, drawn[:, None], -1)[:, 0]
   np.testing.assert_allclose(own, expected.max(axis=-1), atol=2e-5)
-
-
-def test_rows_may_be_composed():
-  codes = np.random.default_rng(1).integers(0, 7, (V, 3))
-  (tables,) = normals(2, (3, 7, 4))
-  hidden, run = operands()[0], lambda h, c, t: linear_top_k(h, RowFactory(c, t, product.compose), 4)
-  rows = tables[np.arange(3), codes].reshape(V, D)
-  check_best(jax.jit(run)(hidden, codes, tables), exact(hidden, rows), 4)
 
 
 @pytest.mark.fast_cases(1)

@@ -10,18 +10,15 @@ import pytest
 
 from tests import jitted, tiny
 from vqjax import (
-  CentroidQuantizer,
   DenseEmbedding,
   DenseHead,
-  DPQEmbedding,
   EncoderQuantizer,
   GuidedEmbedding,
-  MovingAverage,
   ProductEmbedding,
   SoftmaxQuantizer,
   convert,
 )
-from vqjax.convert import part_of, with_part
+from vqjax.convert import part_of
 from vqjax.lab import starting_points
 from vqjax.lab.config import FROM_TOKENIZER as V
 from vqjax.lab.config import Experiment, Train
@@ -92,27 +89,6 @@ def test_codes_rebuild_the_table_and_training_keeps_them(dense, tmp_path):
   trained = read_run_variables(tmp_path / "run")[0]
   kept = variables["codes"]["embedding"]["codes"]
   np.testing.assert_array_equal(trained["codes"]["embedding"]["codes"], kept)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("average", [None, MovingAverage()])
-@pytest.mark.parametrize("shared", [False, True])
-def test_initial_centroids_are_clusters_of_the_initial_queries(average, shared):
-  quantizer = CentroidQuantizer(4, 2, D, shared=shared, normalize=False, moving_average=average)
-  embedding = DPQEmbedding(61, D, quantizer)
-  own = embedding.init(jax.random.key(0), np.zeros(1, np.int32))
-  query = np.asarray(own["params"]["query"])
-  begun = convert.clustered(quantizer, part_of(own, "quantizer"), query, key=jax.random.key(1))
-  own = with_part(own, "quantizer", begun)
-  centers = np.asarray(embedding.apply(own, method="values"))
-  parts = query.reshape(-1, 2, D // 2)
-  for m in range(2):
-    table = centers[0 if shared else m]
-    points = parts.reshape(-1, D // 2) if shared else parts[:, m]
-    nearest = ((points[:, None] - table) ** 2).sum(-1).argmin(1)
-    means = np.stack([points[nearest == k].mean(axis=0) for k in range(4)])
-    # As good as converged: each centre is near the mean of what is nearest to it.
-    assert np.abs(means - table).max() < 0.25 * np.abs(table).max()
 
 
 @pytest.mark.slow

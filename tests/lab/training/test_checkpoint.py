@@ -12,7 +12,6 @@ import optax
 import pytest
 
 from tests import tiny
-from vqjax.lab.config import config_hash, describe
 from vqjax.lab.training import fit
 from vqjax.lab.training.checkpoint import (
   Checkpoints,
@@ -407,13 +406,6 @@ def test_arrays_that_are_the_models_own_may_be_given_back(experiment):
   state, _ = on.step(state, on.place({"inputs": batch, "targets": batch}))
   assert int(state.step) == 1
   assert np.isfinite(jax.device_get(fresh.params["head"]["codebook"])).all()
-
-
-def test_init_from_is_part_of_an_experiments_identity(experiment):
-  begun = starting_from(experiment, FromRun("runs/a"))
-  assert describe(begun)["init_from"]["folder"] == "runs/a"
-  hashes = {config_hash(e) for e in (experiment, begun, starting_from(begun, FromRun("runs/b")))}
-  assert len(hashes) == 3
 
 
 def test_a_run_may_begin_with_a_part_of_another(experiment, trained):

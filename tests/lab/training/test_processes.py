@@ -303,13 +303,6 @@ def test_a_process_runs_alone_where_its_number_is_not_detected(monkeypatch):
     distributed.start("host:1234")
 
 
-def test_a_single_process_does_not_connect(monkeypatch):
-  monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
-  distributed.start()
-  distributed.start("host:1234", 1, 0)
-  assert not distributed.is_joined()
-
-
 @pytest.mark.parametrize(
   ("error", "waits"),
   [
