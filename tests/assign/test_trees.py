@@ -78,8 +78,3 @@ def test_tokens_that_never_occur_do_not_make_the_tree_deep():
 def test_invalid_counts_are_refused(counts, message):
   with pytest.raises(ValueError, match=message):
     trees.Huffman(counts)(3)
-
-
-def test_a_tree_of_no_token_is_refused():
-  with pytest.raises(ValueError, match="`vocab` must be at least 1; got 0"):
-    trees.balanced(0)

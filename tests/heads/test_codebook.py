@@ -134,13 +134,6 @@ def test_a_code_whose_bias_is_minus_infinity_has_no_probability():
   assert np.isfinite(log_prob[1])
 
 
-@pytest.mark.parametrize("sizes", [(8, 4, 3), (7, 5, 3), (7, 4, 2)])
-def test_a_tied_embedding_of_another_size_is_refused(sizes):
-  head = CodebookHead(7, 4, 3, embedding=CodebookEmbedding(*sizes))
-  with pytest.raises(ValueError, match=r"`embedding` .*vocab 7, dim 4 and codes 3"):
-    head.size()
-
-
 @pytest.mark.parametrize("shape", [None, MeshShape(2, 2, 2)])
 def test_the_commitment_moves_hidden_vectors_and_not_the_codebook(shape):
   head = CodebookHead(53, 6, 7, commitment=0.25, vocab_axis="model" if shape else None)
@@ -168,7 +161,19 @@ def test_the_commitment_is_a_separate_term_of_the_loss():
   assert plain[1] == {}
 
 
-@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
-def test_a_negative_or_infinite_commitment_is_refused(value):
-  with pytest.raises(ValueError, match=f"`commitment` .*{value}"):
-    CodebookHead(7, 4, 3, commitment=value).size()
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    *(
+      ({"embedding": CodebookEmbedding(*sizes)}, "`embedding` .*vocab 7, dim 4 and codes 3")
+      for sizes in ((8, 4, 3), (7, 5, 3), (7, 4, 2))
+    ),
+    *(
+      ({"commitment": value}, f"`commitment` .*{value}")
+      for value in (-0.1, float("inf"), float("nan"))
+    ),
+  ],
+)
+def test_fields_that_do_not_fit_are_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    CodebookHead(7, 4, 3, **fields).size()

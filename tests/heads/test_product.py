@@ -133,35 +133,27 @@ def test_summed_scores_equal_those_of_composed_rows():
 
 
 @pytest.mark.parametrize(
-  ("arguments", "message"),
+  ("head", "message"),
   [
-    ((10, 8, 4, 3), r"`subspaces` .*3.*\[1, 2, 4, 8\]"),
-    ((10, 8, 0, 2), "`codes` .*0"),
+    (ProductHead(10, 8, 4, 3), r"`subspaces` .*3.*\[1, 2, 4, 8\]"),
+    (ProductHead(10, 8, 0, 2), "`codes` .*0"),
+    *(
+      (ProductHead(10, 8, 4, 2, codes_init=lambda *_, codes=codes: codes), message)
+      for codes, message in (
+        (np.zeros((9, 2), int), r"codes.*9, 2"),
+        (np.zeros((10, 2)), "codes.*float64"),
+        (np.full((10, 2), 4), "got 4 for token 0"),
+      )
+    ),
+    *(
+      (LearnedProductHead(7, 4, 3, 2, commitment=value), f"`commitment` .*{value}")
+      for value in (-0.1, float("inf"), float("nan"))
+    ),
   ],
 )
-def test_codes_and_subspaces_outside_their_range_are_refused(arguments, message):
-  with pytest.raises(ValueError, match=message):
-    ProductHead(*arguments).size()
-
-
-@pytest.mark.parametrize(
-  ("codes", "message"),
-  [
-    (np.zeros((9, 2), int), r"codes.*9, 2"),
-    (np.zeros((10, 2)), "codes.*float64"),
-    (np.full((10, 2), 4), "got 4 for token 0"),
-  ],
-)
-def test_codes_that_do_not_fit_are_refused(codes, message):
-  head = ProductHead(10, 8, 4, 2, codes_init=lambda *_: codes)
+def test_fields_and_codes_that_do_not_fit_are_refused(head, message):
   with pytest.raises(ValueError, match=message):
     abstract_variables(head)
-
-
-@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
-def test_a_negative_or_infinite_commitment_is_refused(value):
-  with pytest.raises(ValueError, match=f"`commitment` .*{value}"):
-    LearnedProductHead(7, 4, 3, 2, commitment=value).size()
 
 
 @pytest.mark.fast_cases(1)

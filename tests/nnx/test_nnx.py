@@ -145,14 +145,6 @@ def test_the_methods_of_an_embedding_equal_those_of_the_linen_embedding(name):
   check_methods(abstract(name), __call__=(TOKENS,), table=(), loss_terms=(TOKENS,))
 
 
-@pytest.mark.parametrize("name", ["DPQHead", "ProductHead", "ComposedEmbedding"])
-def test_linen_variables_become_an_equal_layer(name):
-  layer = made(name)
-  again = layers.from_linen(layer.layer, jax.device_get(layer.linen_variables()))
-  assert type(again) is type(layer)
-  assert_equal(nnx.to_pure_dict(nnx.state(again)), nnx.to_pure_dict(nnx.state(layer)))
-
-
 def test_fields_sizes_and_axes_are_those_of_the_linen_layer():
   head = abstract("CodebookHead")
   assert (head.vocab, head.codes) == (V, 13)
