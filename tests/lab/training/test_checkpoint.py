@@ -269,11 +269,8 @@ def test_disk_errors_name_the_remedy_and_the_last_good_checkpoint(error, message
   assert isinstance(explained, OSError)
   assert message in str(explained)
   assert "Checkpoint 20 is complete and kept" in str(explained)
-
-
-def test_other_errors_are_returned_unchanged():
-  error = ValueError("something else")
-  assert records.disk_error(error, pathlib.Path("x")) is error
+  other = ValueError("something else")
+  assert records.disk_error(other, pathlib.Path("x")) is other
 
 
 def starting_from(experiment, init_from, **train):
