@@ -76,12 +76,13 @@ test: $(STAMP)
 # Every test once, the slow ones too: meshes, several processes, the studies' smoke runs;
 # and the mathematics as users' programs compute it, with this machine's vector instructions.
 check: $(STAMP)
-	$(PYTEST) tests $(addprefix --ignore=,$(NUMERIC))
+	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(TYPED) $(addprefix --ignore=,$(NUMERIC))
+	$(PYTEST) tests $(addprefix --ignore=,$(TYPED))
+	$(PYTEST) -m untyped $(TYPED)
 	$(OPTIMISED)=$(NATIVE) $(PYTEST) $(NUMERIC)
 
 # Before a release: also older vector instructions, further versions of Python, and the broken runs.
 test-all: check
-	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(TYPED)
 	for isa in $(OLDER); do $(OPTIMISED)=$$isa $(PYTEST) -m "not slow" $(NUMERIC) || exit 1; done
 	$(MAKE) test-versions
 	$(MAKE) faults

@@ -139,6 +139,7 @@ class TestLinearStudent:
       inspect.unwrap(linear_soft_target_loss)(*change(operands(13)))
 
   @pytest.mark.parametrize("name", ["temperature", "softcap", "teacher_softcap"])
+  @pytest.mark.untyped
   def test_options_must_be_positive_finite_numbers(self, name):
     for value in (0, float("inf")):
       with pytest.raises(ValueError, match=f"`{name}` must be positive and finite; got {value}"):

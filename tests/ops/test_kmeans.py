@@ -255,6 +255,7 @@ def ones(*shape, at=(), value=1):
     ({"points": ones(0, 3), "clusters": 1}, "`points` must have at least 1 row; got 0"),
   ],
 )
+@pytest.mark.untyped
 def test_bad_input_is_refused_with_a_remedy(change, message):
   with pytest.raises(ValueError, match=message):
     kmeans(None, **{"points": ones(10, 3), "clusters": 3} | change)

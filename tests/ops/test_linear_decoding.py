@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests import reference
 from vqjax import linear_sample, linear_top_k
-from vqjax.ops import linear_decoding, sampling
+from vqjax.ops import device, sampling
 from vqjax.ops.row_factory import columns
 
 V, D = 1009, 12
@@ -51,7 +51,8 @@ def check_best(found, expected, k):
 def width(request, monkeypatch):
   """Scores are stored whole, or come in blocks whose last one repeats rows."""
   if request.param == "in blocks":
-    monkeypatch.setattr(linear_decoding, "FEW_ROWS", 0)
+    limits = device.current()._replace(few=0)
+    monkeypatch.setattr(device, "current", lambda: limits)
     monkeypatch.setattr(sampling, "block_width", lambda *_: 400)
 
 

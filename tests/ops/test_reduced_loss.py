@@ -23,7 +23,7 @@ def operands(dtype=jnp.float32):
 
 def limits(**changed):
   """A device on which products are so slow that scores are always kept."""
-  return device.using(device.current()._replace(balance=0.0, vocab=64, **changed))
+  return device.using(device.current()._replace(balance=0.0, **changed))
 
 
 def is_formed_in_the_forward_pass(loss, *args):
@@ -141,7 +141,8 @@ def test_memory_is_the_budget_and_no_score_is_computed_twice():
   loss = lambda h, w, t: softmax.linear_cross_entropy(h, w, t, reduction="mean", scratch=scratch)
   args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
   compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*args).compile()
-  assert compiled.memory_analysis().temp_size_in_bytes <= 72 * 2**20
+  # The scores, and a tile's share of the gradient of the weight before it is added.
+  assert compiled.memory_analysis().temp_size_in_bytes <= scratch + 4 * v * d + 2**21
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import scipy.special
 
 from tests.ops.exact import normals
-from vqjax.ops import sampling, topk
+from vqjax.ops import device, sampling, topk
 
 SCORES, WIDE = normals(0, (4, 37), (4, 300))
 
@@ -152,11 +152,13 @@ def test_the_nucleus_of_many_scores_equals_that_of_stored_ones(monkeypatch):
     return [blocks.block(index)[0] for index in range(4)]
 
   stored = compiled(run)(SCORES)
-  monkeypatch.setattr(sampling, "STORED_SCORES", 0)
+  unstored = device.current()._replace(stored=0)
+  monkeypatch.setattr(device, "current", lambda: unstored)
   np.testing.assert_array_equal(stored, compiled(lambda x: run(x))(SCORES))
 
 
 @pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.untyped
 def test_the_edge_of_a_nucleus_is_found_among_numbers_of_any_size_and_sign(bits):
   row = np.float32([-3e38, -1e30, -88.5, -2.0, -np.inf, -0.0, 0.0, 1e-30, 1.5, -np.inf])
   mass = np.exp(np.float64(row) - np.log(np.exp(np.float64(row)).sum()))
@@ -171,7 +173,8 @@ def test_the_edge_of_a_nucleus_is_found_among_numbers_of_any_size_and_sign(bits)
 
 
 def test_scores_that_are_not_stored_are_computed_ten_times(monkeypatch):
-  monkeypatch.setattr(sampling, "STORED_SCORES", 0)
+  unstored = device.current()._replace(stored=0)
+  monkeypatch.setattr(device, "current", lambda: unstored)
   computed = []
 
   def block(index):

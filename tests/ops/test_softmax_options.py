@@ -203,7 +203,7 @@ def test_options_without_a_meaning_are_refused(options, message):
     ({"label_smoothing": 1.0}, r"`label_smoothing` must be in \[0, 1\); got 1.0"),
     ({"label_smoothing": -0.1}, "`label_smoothing` .* got -0.1"),
     ({"scratch": -1, "reduction": "mean"}, "`scratch` must be .* got -1"),
-    ({"scratch": None, "reduction": "mean"}, "`scratch` must be .* got None"),
+    ({"scratch": 1.5, "reduction": "mean"}, "`scratch` must be .* got 1.5"),
     ({"z_loss": -1e-4}, "`z_loss` must be finite .* got -0.0001"),
   ],
 )
@@ -268,6 +268,7 @@ def test_a_score_beyond_all_numbers_is_capped_and_not_removed():
 
 
 @pytest.mark.parametrize("tile", [(4,), (2.0, 4), (1, 2, 3)])
+@pytest.mark.untyped
 def test_a_tile_must_be_two_ints(tile):
   with pytest.raises(ValueError, match=r"`tile` must be .* got"):
     ScoreOptions(tile=tile)

@@ -26,7 +26,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from vqjax.heads.base import Head
 from vqjax.heads.dense import DenseHead
-from vqjax.ops import certified, sampling, vocab_parallel
+from vqjax.ops import certified, device, sampling, vocab_parallel
 from vqjax.ops.certified import Best, Int8Rows
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.topk import TopK
@@ -149,12 +149,12 @@ class CertifiedHead(DenseHead):
 
     A draw from all tokens adds Gumbel noise to each score and its bound, and takes the best. A
     nucleus without `top_k` needs the mass of every row and takes all of them, as do draws of so
-    many rows that their noise would not fit (`sampling.STORED_SCORES`). On a CPU more than
+    many rows that their noise would not fit (`device.Device.stored`). On a CPU more than
     `narrow.FEW` vectors take all rows too, in less time than the first pass.
     """
     vectors = max(1, math.prod(hidden.shape[:-1]))
     is_open = not options.is_greedy and options.top_k is None
-    if is_open and (options.has_nucleus or self.vocab * vectors > sampling.STORED_SCORES):
+    if is_open and (options.has_nucleus or self.vocab * vectors > device.current().stored):
       return super()._sample(arrays, hidden, key, options, allowed)
     # Of many vectors a CPU's arithmetic takes longer than the bytes of the weight.
     best = self._best if certified.pays(vectors) else self._best_of_all

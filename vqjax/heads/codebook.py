@@ -32,7 +32,7 @@ from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.heads import regularizers
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import codes as code_ops
-from vqjax.ops import sampling, softmax, topk, vocab_parallel
+from vqjax.ops import device, sampling, softmax, topk, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import in_vocabulary, mean_over
 from vqjax.types import Dtype
@@ -221,7 +221,7 @@ class CodebookHead(Head):
     scores_BK = self._all_code_scores(codebook, hidden)
     # `best_tokens` keeps the maximum of every chunk for every vector.
     chunks = self.vocab // topk.chunk_size(self.vocab, k)
-    if math.prod(hidden.shape[:-1]) * chunks > sampling.STORED_SCORES:
+    if math.prod(hidden.shape[:-1]) * chunks > device.current().stored:
       score_Bk, token_Bk, _ = sampling.best(self._scores(arrays, hidden), k, normalizer=False)
     else:
       score_KB = jnp.moveaxis(scores_BK, -1, 0)

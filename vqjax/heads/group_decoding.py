@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.heads.base import Arrays, Head
-from vqjax.ops import group_search, sampling, topk, vocab_parallel
+from vqjax.ops import device, group_search, sampling, topk, vocab_parallel
 from vqjax.ops.sampling import SamplingOptions
 
 __all__ = []
@@ -137,7 +137,7 @@ class GroupDecodingHead(Head):
     groups = self._groups(arrays, hidden)
     width, (_, slots) = self._step_width(groups), self.groups_and_slots()
     # The search stores the scores of its groups, for the draw.
-    most = sampling.STORED_SCORES // max(1, math.prod(hidden.shape[:-1]) * slots)
+    most = device.current().stored // max(1, math.prod(hidden.shape[:-1]) * slots)
     steps = max(1, min(group_search.MOST, most) // width)
     top_p, axis = options.top_p, self.vocab_axis
     position_B, known_B, visited_B = group_search.best_first_nucleus(

@@ -16,13 +16,14 @@ import math
 from flax import linen as nn
 
 from vqjax.heads.two_level import TwoLevelHead
-from vqjax.ops import group_search, softmax
+from vqjax.ops import group_search, softmax, vocab_parallel
 from vqjax.ops import groups as group_ops
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 __all__ = ["GroupedHead"]
 
-# Number of rows whose searches would score most groups anyway.
+# Number of rows whose searches would score most groups anyway. On a GPU the launches of a search
+# take longer than the scores of all groups.
 _MANY_ROWS = 16
 
 
@@ -81,7 +82,7 @@ class GroupedHead(TwoLevelHead):
 
   def _best(self, arrays, hidden, k):
     """The search for a few rows; for many, from the best slot of every group."""
-    if math.prod(hidden.shape[:-1]) < _MANY_ROWS:
+    if math.prod(hidden.shape[:-1]) < _MANY_ROWS and vocab_parallel.platform() != "gpu":
       return super()._best(arrays, hidden, k)
     groups, context = self._groups(arrays, hidden), self._slot_context(arrays, hidden)
     tables = arrays["scale"], arrays["shift"], arrays["group_size"]

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
 from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
-from vqjax.ops import product, sampling, vocab_parallel
+from vqjax.ops import device, product, sampling, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocabulary import mean_over
@@ -123,7 +123,7 @@ class ProductHead(_ProductTables):
       return options.finish_rows(sum_WB, cut(bias))
 
     # Whole where it can be stored: `summed_scores` has tiles of its own.
-    if math.prod(batch) * codes.shape[0] <= sampling.STORED_SCORES:
+    if math.prod(batch) * codes.shape[0] <= device.current().stored:
       sum_VB = product.summed_scores(partial_MKB, codes)
       return sampling.stored_block(sum_VB, self.vocab, finish, self.vocab_axis)
     scores = lambda cut: finish(product.summed_scores(partial_MKB, cut(codes)), cut)

@@ -36,7 +36,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Int8
 
-from vqjax.ops import narrow, sampling, topk, vocab_parallel
+from vqjax.ops import device, narrow, sampling, topk, vocab_parallel
 
 __all__ = ["Best", "best"]
 
@@ -154,7 +154,7 @@ def bounds(
 
   # Whole where it can be stored: a loop would read its part of the rows once more to copy it.
   count = rows.codes.shape[0]
-  whole = count if count * math.prod(batch) <= sampling.STORED_SCORES else None
+  whole = count if count * math.prod(batch) <= device.current().stored else None
   return sampling.row_blocks(batch, count, vocab, above, vocab_axis, whole)
 
 

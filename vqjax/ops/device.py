@@ -25,15 +25,28 @@ class Device(NamedTuple):
     tokens: largest number of tokens in a tile.
     vocab: largest number of rows in a tile.
     balance: floating-point operations of a product in the time in which a byte reaches memory.
+    scores: largest number of scores in a tile, where its sides leave a choice.
     fuses: whether reductions of a product's result fuse into the product.
+    rounds: whether scores of bfloat16 operands leave the product in bfloat16, as stored logits do:
+      half of the traffic of what no reduction fuses into.
     kept: bytes of scores that are kept for the gradient instead of computed twice.
+    scratch: bytes of scores that a sum of losses keeps until their gradient is formed.
+    few: largest number of hidden vectors whose scores of the whole vocabulary decoding stores.
+    stored: largest number of scores that decoding stores instead of computing blocks of them.
+    block: largest number of scores of a block.
   """
 
   tokens: int
   vocab: int
   balance: float
+  scores: int = 2**62
   fuses: bool = False
+  rounds: bool = False
   kept: int = 2**25
+  scratch: int = 2**26
+  few: int = 256
+  stored: int = 2**25
+  block: int = 2**22
 
 
 # TPUs: scores of a tile leave the matrix unit as bfloat16 cotangents of at most a quarter of the
@@ -49,8 +62,21 @@ _TPU = (
   ("TPU v4", Device(2048, 2048, 275e12 / 1228e9, fuses=True)),
   ("TPU", Device(4096, 4096, 918e12 / 1640e9, fuses=True)),
 )
-# GPUs: beside the product of 128 MiB of scores the launch of a kernel is short.
-_GPU = Device(4096, 8192, 989e12 / 3350e9)
+# GPUs: all tokens by as many rows as give 256 MiB of bfloat16 scores: products are large, and the
+# gradient of a row is written once.
+# Decoding has one product up to a batch of 1,024 by 262,144 tokens: its small steps took ten times
+# as long.
+_GPU = Device(
+  tokens=2**16,
+  vocab=2**18,
+  balance=989e12 / 3350e9,
+  scores=2**27,
+  rounds=True,
+  scratch=2**30,
+  few=1024,
+  stored=2**28,
+  block=2**27,
+)
 # CPUs: 330 GFLOP/s beside 12 GB/s, on two cores with AVX-512.
 _CPU_BALANCE = 27.0
 _CACHES = pathlib.Path("/sys/devices/system/cpu/cpu0/cache")

@@ -20,16 +20,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops import device, sampling, softmax, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.tiles import Linear
 from vqjax.types import Dtype
 
 __all__ = ["linear_sample", "linear_top_k"]
-
-# Largest number of rows whose scores of the whole vocabulary are stored.
-FEW_ROWS = 256
 
 
 def linear_blocks(
@@ -51,8 +48,8 @@ def linear_blocks(
   dtype, axis, rows = options.dtype, options.vocab_axis, math.prod(batch)
   finish = lambda product_WB, cut: options.finish_rows(product_WB, cut(bias))
   # A slice of an array is copied, and so is one that is cast: one product reads it in place.
-  in_place = weight.is_stored and weight.dtype == dtype
-  if in_place and rows <= FEW_ROWS and rows * weight.count <= sampling.STORED_SCORES:
+  in_place, limits = weight.is_stored and weight.dtype == dtype, device.current()
+  if in_place and rows <= limits.few and rows * weight.count <= limits.stored:
     product_VB = softmax.rows_scores(weight, hidden, dtype)
     return sampling.stored_block(product_VB, vocab, finish, axis)
   scores = lambda cut: finish(softmax.rows_scores(weight.select(cut), hidden, dtype), cut)

@@ -138,6 +138,9 @@ def summed_scores(
 ) -> Float[Array, "V *B"]:
   """Scores of the rows with these codes: sums of M gathered numbers each."""
   vocab, batch = codes.shape[0], partial.shape[2:]
+  if vocab_parallel.platform() == "gpu":
+    # One kernel gathers and adds; the tables are in its caches.
+    return chosen_parts(codes.astype(jnp.int32), partial).sum(axis=1)
   # Sums and codes of a tile stay in a cache: 64 Ki rows for one hidden vector, 8 Ki for 64.
   tiles = -(-vocab // max(1, 2**16 // max(1, math.isqrt(math.prod(batch)))))
   width = -(-vocab // tiles)

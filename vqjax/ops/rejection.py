@@ -54,7 +54,7 @@ class FilteredDistribution(NamedTuple):
   ) -> FilteredDistribution:
     """The distribution of `sampling.sample` with these options; the temperature is not 0.
 
-    Up to `sampling.STORED_SCORES` the scores are computed once.
+    Up to `device.Device.stored` the scores are computed once.
     """
     tokens = None
     if top_k is None:

@@ -31,14 +31,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.ops import topk, vocab_parallel
+from vqjax.ops import device, topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import check_numbers
 
 __all__ = ["Blocks", "best", "gumbel", "log_z", "sample"]
-
-# Largest number of scores (128 MiB) that are stored instead of recomputed or split.
-STORED_SCORES = 2**25
 
 # Number of scores of a block (4 MiB) that is computed and reduced inside of a cache.
 CACHED_SCORES = 2**20
@@ -147,8 +144,9 @@ class SamplingOptions:
 
 
 def block_width(rows: int, vocab: int) -> int:
-  """Number of tokens of a block: up to 4096, and at most 4 Mi scores for all rows."""
-  return min(vocab, max(1, min(4096, 2**22 // max(rows, 1))))
+  """Number of tokens of a block: at most `device.Device.block` scores for all rows."""
+  most = device.current().block
+  return min(vocab, max(1, min(most // 1024, most // max(rows, 1))))
 
 
 def row_blocks(
@@ -423,9 +421,9 @@ def sample(blocks: Blocks, key: PRNGKeyArray, options: SamplingOptions) -> Int[A
   """A token from softmax(scores / temperature), cut by `top_k` and `top_p`.
 
   Without `top_k` the lowest score of the nucleus is found, exactly, by a search over the float32
-  numbers. Up to `STORED_SCORES` the scores are computed once and stored for the search; beyond,
-  they are computed 10 times, of which the search takes 8. The token is -1 where every score is
-  -inf.
+  numbers. Up to `device.Device.stored` the scores are computed once and stored for the search;
+  beyond, they are computed 10 times, of which the search takes 8. The token is -1 where every score
+  is -inf.
   """
   if options.is_greedy:
     return best(blocks, 1, normalizer=False)[1][..., 0]
@@ -523,8 +521,8 @@ def nucleus_edge(
 
 
 def stored(blocks: Blocks) -> Blocks:
-  """Blocks whose scores are stored, if there are at most `STORED_SCORES`."""
-  if blocks.count * math.prod(blocks.batch) * blocks.width > STORED_SCORES:
+  """Blocks whose scores are stored, as far as the device stores them (`device.Device.stored`)."""
+  if blocks.count * math.prod(blocks.batch) * blocks.width > device.current().stored:
     return blocks
   if blocks.count == 1:
     only = blocks.block(jnp.zeros((), jnp.int32))

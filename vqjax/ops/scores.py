@@ -106,10 +106,12 @@ class ScoreOptions:
       dtype of hidden and weight.
     vocab_axis: mesh axis over which the rows are sharded. Inside of a `jax.shard_map` over it,
       weight and bias are the device's own rows, and tokens count over all devices' rows.
+    scratch: bytes of scores that each device may keep for the gradient, instead of computing them
+      again; None: as suits the device.
 
   Raises:
     ValueError: `softcap` or `temperature` is not positive and finite, there is an `output` beside a
-      `softcap`, or a side of `tile` is below 1.
+      `softcap`, a side of `tile` is below 1, or `scratch` is not a number of bytes.
     TypeError: `softcap` or `temperature` is not a Python number.
   """
 
@@ -119,6 +121,7 @@ class ScoreOptions:
   tile: tuple[int, int] | None = None
   dtype: Dtype | None = None
   vocab_axis: str | None = None
+  scratch: int | None = None
   # The cap or the other function; None for none.
   function: OutputFunction | None = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -139,6 +142,11 @@ class ScoreOptions:
         )
       # A list cannot be hashed, as a static argument of `jax.jit` must be.
       object.__setattr__(self, "tile", tuple(sides))
+    if self.scratch is not None and not (isinstance(self.scratch, int) and self.scratch >= 0):
+      raise ValueError(
+        f"`scratch` must be a number of bytes, an int of at least 0; got {self.scratch!r}. 0 keeps"
+        " no scores, None suits the device."
+      )
     # A NumPy number would have a dtype, to which it promotes the scores.
     object.__setattr__(self, "temperature", float(self.temperature))
     function = self.output if self.softcap is None else Softcap(self.softcap)

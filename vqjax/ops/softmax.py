@@ -47,6 +47,7 @@ def linear_log_prob(
   mask: Bool[Array, "*B"] | None = None,
   temperature: float | int = 1.0,
   softcap: float | int | None = None,
+  scratch: int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
@@ -66,7 +67,12 @@ def linear_log_prob(
     (1000, 8)
   """
   options = ScoreOptions(
-    temperature=temperature, softcap=softcap, tile=tile, dtype=dtype, vocab_axis=vocab_axis
+    temperature=temperature,
+    softcap=softcap,
+    tile=tile,
+    dtype=dtype,
+    vocab_axis=vocab_axis,
+    scratch=scratch,
   )
   return _softmax(hidden, weight, tokens, bias, mask, options, Outputs()).log_prob
 
@@ -85,6 +91,7 @@ def linear_softmax(
   entropy: bool = False,
   mean: bool = False,
   top_k: int = 0,
+  scratch: int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
@@ -125,7 +132,10 @@ def linear_softmax(
     mean: whether to compute the mean log-probability. Without a softcap it costs no pass: the mean
       score is hidden · (mean row) + (mean bias).
     top_k: number of best tokens to return, 0 to 128.
-    tile: (tokens, vocabulary rows) that are scored at once on each device; None: `default_tile`.
+    scratch: bytes of scores that each device may keep for the gradient, instead of computing them
+      again; None: as suits the device (`vqjax.ops.device`).
+    tile: (tokens, vocabulary rows) that are scored at once on each device, of which nothing is
+      kept; None: `default_tile`.
     dtype: dtype of the matrix products' operands, to which each tile is cast: float32 parameters
       in a bfloat16 model are never copied, and their gradients are not rounded to bfloat16. None:
       the promoted dtype of hidden and weight.
@@ -145,6 +155,7 @@ def linear_softmax(
     tile=tile,
     dtype=dtype,
     vocab_axis=vocab_axis,
+    scratch=scratch,
   )
   outputs = Outputs(entropy=entropy, mean=mean, top_k=top_k)
   return _softmax(hidden, weight, tokens, bias, mask, options, outputs)
@@ -165,7 +176,8 @@ def _softmax(hidden, weight, tokens, bias, mask, options, outputs) -> LinearSoft
   # A compiled program cannot raise: tokens outside are scored as some token inside, and get nan.
   valid, token = in_vocabulary(tokens, layer.vocab)
   compute = functools.partial(statistics.distribution, outputs)
-  stats = tiles.on_each_device((layer,), token, compute)
+  kept = None if counted is None else counted.kept
+  stats = tiles.on_each_device((layer,), token, compute, kept)
   stats = stats._replace(log_prob=jnp.where(valid, stats.log_prob, jnp.nan))
   return stats if counted is None else counted.of_each(stats)
 
@@ -185,7 +197,7 @@ def linear_cross_entropy(
   temperature: float | int = 1.0,
   softcap: float | int | None = None,
   reduction: str = "none",
-  scratch: int = 64 * 2**20,
+  scratch: int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
@@ -216,7 +228,8 @@ def linear_cross_entropy(
     temperature: divides the scores, after their cap.
     softcap: largest absolute score.
     reduction: "none", "sum" or "mean"; the mean over no weight is 0.
-    scratch: bytes of scores that a sum or mean may keep until their gradient is formed.
+    scratch: as in `linear_softmax`; a sum or mean keeps these scores until their gradient is
+      formed, beside a float32 gradient of the weight.
     tile: (tokens, vocabulary rows) that are scored at once; if it is given, nothing is kept.
     dtype: dtype of the matrix products' operands.
     vocab_axis: mesh axis over which the rows are sharded.
@@ -238,50 +251,31 @@ def linear_cross_entropy(
       f'`reduction` must be "none", "sum" or "mean"; got {reduction!r}. "mean" divides by the sum'
       " of the weights."
     )
-  if not isinstance(scratch, int) or scratch < 0:
-    raise ValueError(
-      f"`scratch` must be a number of bytes, an int of at least 0; got {scratch!r}. 0 keeps no"
-      " scores."
-    )
   options = ScoreOptions(
-    temperature=temperature, softcap=softcap, tile=tile, dtype=dtype, vocab_axis=vocab_axis
+    temperature=temperature,
+    softcap=softcap,
+    tile=tile,
+    dtype=dtype,
+    vocab_axis=vocab_axis,
+    scratch=scratch,
   )
   counted = TokenWeight.of(tokens.shape, mask, token_weight, tokens, ignore_index)
-  hidden = counted.hide(hidden)
   terms = reduced_loss.Terms(label_smoothing, z_loss)
-  if reduction != "none":
-    each = counted.of_each(jnp.ones(tokens.shape, jnp.float32))
-    total = each.sum(dtype=jnp.float32)
-    # Divided here, so that the cotangent of the sum is 1 in most programs.
-    share = each if reduction == "sum" else each / jnp.where(total == 0, 1.0, total)
-    if tile is None:
-      loss = _sum_with_gradient(hidden, weight, tokens, bias, share, options, terms, scratch)
-      if loss is not None:
-        return loss
-  # `hidden` is masked already, and the weights below leave out what the mask does.
-  outputs = Outputs(mean=label_smoothing > 0)
-  stats = _softmax(hidden, weight, tokens, bias, None, options, outputs)
-  loss = terms.of(stats.log_prob, stats.log_z, stats.mean_log_prob)
   if reduction == "none":
-    return counted.of_each(loss)
-  # `where`, because the loss of a padding token outside of the vocabulary is nan, and nan · 0 too.
-  return jnp.where(share == 0, 0.0, loss * share).sum()
-
-
-def _sum_with_gradient(hidden, weight, tokens, bias, token_weight, options, terms, scratch):
-  """The weighted sum of the losses, or None where its gradient is formed in a pass of its own."""
-  check_arrays(tokens=tokens)
-  layer = Linear.of(hidden, weight, bias, options, tokens)
-  layer = dataclasses.replace(layer, hidden=hidden.reshape(-1, hidden.shape[-1]))
-  plan = reduced_loss.loss_plan(layer, terms, scratch)
-  if plan is None:
-    return None
-  valid, token = in_vocabulary(tokens.reshape(-1), layer.vocab)
-  of_token = token_weight.reshape(-1)
+    outputs = Outputs(mean=label_smoothing > 0)
+    stats = _softmax(hidden, weight, tokens, bias, counted.kept, options, outputs)
+    return counted.of_each(terms.of(stats.log_prob, stats.log_z, stats.mean_log_prob))
+  layer = Linear.of(counted.hide(hidden), weight, bias, options, tokens)
+  valid, token = in_vocabulary(tokens, layer.vocab)
+  each = counted.of_each(jnp.ones(tokens.shape, jnp.float32))
+  total = each.sum(dtype=jnp.float32)
+  # Divided here, so that the cotangent of the sum is 1 in most programs.
+  share = each if reduction == "sum" else each / jnp.where(total == 0, 1.0, total)
   # A token outside of the vocabulary has no gradient, and makes the sum nan unless its weight is 0.
-  wrong = (~valid & (of_token != 0)).any()
-  of_token = jnp.where(valid & (of_token != 0), of_token, 0.0)
-  loss = reduced_loss.weighted_sum(plan, layer, token, of_token)
+  wrong = (~valid & (share != 0)).any()
+  share = jnp.where(valid, share, 0.0)
+  compute = functools.partial(reduced_loss.weighted_sum, terms)
+  loss = tiles.on_each_device((layer,), token, compute, counted.kept, share)
   return jnp.where(wrong, jnp.nan, loss)
 
 

@@ -1,7 +1,7 @@
 """Statistics of softmax(hidden · weightᵀ + bias) from one pass over tiles.
 
 A running maximum and running sums are merged from tile to tile (`merge`), then over the devices of
-the vocabulary's axis (`_all_reduce`). The backward pass computes the cotangent of a tile of scores
+the vocabulary's axis (`all_reduced`). The backward pass computes the cotangent of a tile of scores
 (`d_scores`) from the saved normaliser and the cotangents of the statistics.
 """
 
@@ -9,7 +9,7 @@ the vocabulary's axis (`_all_reduce`). The backward pass computes the cotangent 
 #
 #   distribution -> _pass -> _forward:   _Running   fold of `merge`, or of one product with all rows
 #                                           |       where the device keeps the scores
-#                                        _all_reduce over the vocabulary's axis
+#                                        all_reduced over the vocabulary's axis
 #                                           |
 #                            finished:   _Pass, the results, and _Normalizer, which is saved
 #                  _pass_backward:       Cotangents -> `gradients` with the rule `d_scores`
@@ -22,6 +22,7 @@ the vocabulary's axis (`_all_reduce`). The backward pass computes the cotangent 
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -78,13 +79,13 @@ class _Plan(NamedTuple):
     outputs: the statistics to compute.
     cut: tile and token shards.
     fuses: whether reductions fuse into the product of the scores.
-    keeps: whether all scores are kept for the gradient.
+    kept: number of tiles of rows whose scores are kept for the gradient.
   """
 
   outputs: Outputs
   cut: tiles.Cut
   fuses: bool
-  keeps: bool
+  kept: int
 
 
 class _Pass(NamedTuple):
@@ -103,10 +104,11 @@ def distribution(
 ) -> LinearSoftmax:
   """Statistics of tokens in shards; the body of `tiles.on_each_device`."""
   (layer,) = layers
-  limits, scores = device.current(), layer.hidden.shape[1] * layer.weight.count
+  plan = _Plan(outputs, cut, device.current().fuses, 0)
   # A given tile is a given limit of memory; the best tokens have a gradient in tiles alone.
-  keeps = layer.options.tile is None and not outputs.top_k and 4 * scores <= limits.kept
-  stats = _compiled_pass(_Plan(outputs, cut, limits.fuses, keeps), layer, row_PN)
+  if layer.options.tile is None and not outputs.top_k and layer.counted is None:
+    plan = _keeping(plan, layer)
+  stats = _compiled_pass(plan, layer, row_PN)
   mean_PN = _mean_score(layer, stats.score_sum) - stats.log_z if outputs.mean else None
   return LinearSoftmax(
     log_prob=stats.log_prob,
@@ -116,6 +118,19 @@ def distribution(
     top_log_probs=stats.top_log_prob,
     top_tokens=stats.top_token,
   )
+
+
+def _keeping(plan, layer):
+  """The plan with as many tiles of rows as fit the bytes of scores that may be kept."""
+  limits, (n, v) = device.current(), (layer.hidden.shape[1], layer.weight.count)
+  scratch = layer.options.scratch
+  fitting = (limits.kept if scratch is None else scratch) // tiles.score_bytes(layer.options.dtype)
+  tile = plan.cut.tile
+  if n * v <= fitting and n * v <= max(tile.tokens * tile.vocab, limits.kept // 4):
+    return plan._replace(cut=plan.cut._replace(tile=tile._replace(vocab=v)), kept=1)
+  count = min(math.ceil(v / tile.vocab), fitting // max(1, n * tile.vocab))
+  # Where reductions fuse into products, scores of some tiles alone are not worth their way.
+  return plan if plan.fuses and count * tile.vocab < v else plan._replace(kept=count)
 
 
 def _mean_score(layer, score_sum_PN):
@@ -169,26 +184,28 @@ def _pass(plan, layer, row_PN):
   return _forward(plan, layer, row_PN)[0]
 
 
-def _forward(plan, layer, row_PN, score_VPN=None):
-  outputs = plan.outputs
+def _forward(plan, layer, row_PN):
+  """Results of the pass, what its gradient needs, and the kept scores or None."""
+  outputs, kept = plan.outputs, None
   # A softcap makes the mean score differ from hidden · (mean row); composed rows would all have to
   # be composed at once for their mean.
   sums_scores = outputs.mean and not (layer.options.function is None and layer.weight.is_table)
   start = empty(outputs, row_PN.shape, sums_scores)
-  if score_VPN is not None:
-    last = merge(start, (score_VPN,), 0, row_PN, axis=0, fuses=plan.fuses)
-  elif plan.fuses:
+  if plan.kept:
+    add = lambda old, score, *place: merge(old, (score,), place[0], row_PN, place[1], plan.fuses)
+    start, kept = tiles.kept_scores(plan.cut, layer, plan.kept, start, add)
+  if plan.fuses and not plan.kept:
     # A lower bound of the maximum, which the first tile may be summed below.
     start = start._replace(top=tiles.first_scores(plan.cut, layer).max(axis=-1))
     shortcut = tiles.Shortcut(_merge_below, _overflowed)
     exact = functools.partial(merge, fuses=True)
     last = tiles.fold(plan.cut, (layer,), row_PN, start, exact, shortcut)
   else:
-    last = tiles.fold(plan.cut, (layer,), row_PN, start, merge)
+    last = tiles.fold(plan.cut, (layer,), row_PN, start, merge, skip=plan.kept)
   axis = vocab_parallel.inside(layer.options.vocab_axis)
   if axis is not None:
-    last = _all_reduce(last, axis, row_PN, layer.weight.count)
-  return finished(outputs, last)
+    last = all_reduced(last, axis, row_PN, layer.weight.count)
+  return *finished(outputs, last), kept
 
 
 def empty(outputs: Outputs, shape: tuple[int, ...], sums_scores: bool) -> _Running:
@@ -293,7 +310,7 @@ def _moved(old, top):
   return old._replace(top=top, total=old.total * shrink, moment=moment)
 
 
-def _all_reduce(local, axis, row_PN, rows):
+def all_reduced(local, axis, row_PN, rows):
   """The statistics over all devices of the axis, each with `rows` rows."""
   moved = _moved(local, vocab_parallel.common_shift(local.top, axis))
   total = lambda x: None if x is None else lax.psum(x, axis)
@@ -341,13 +358,12 @@ class Cotangents(NamedTuple):
 def _pass_forward(plan, *primals):
   # With symbolic zeros each operand comes with a mark of whether it is differentiated.
   layer, row = jax.tree.map(lambda x: x.value, primals)
-  score = tiles.all_scores(plan.cut, layer) if plan.keeps else None
-  stats, (z, excess) = _forward(plan, layer, row, score)
-  return stats, (layer, row, z, excess, stats.top_token, score)
+  stats, (z, excess), kept = _forward(plan, layer, row)
+  return stats, (layer, row, z, excess, stats.top_token, kept)
 
 
 def _pass_backward(plan, saved, cotangents):
-  layer, row_PN, z, excess_PN, top_token_PNk, score_VPN = saved
+  layer, row_PN, z, excess_PN, top_token_PNk, kept = saved
   # XLA removes unused gradients of operands from the loops by itself, but not the terms of
   # statistics that a loss only reports (p · 0 may be nan), such as a scatter at each tile for an
   # unused top-5. Only symbolic zeros tell which they are.
@@ -377,7 +393,7 @@ def _pass_backward(plan, saved, cotangents):
     best_own=best_own,
   )
   given = vocab_parallel.varying((given, layer))[0]
-  kept = None if score_VPN is None else (score_VPN,)
+  kept = None if kept is None else (kept,)
   (gradient,) = tiles.gradients(plan.cut, (layer,), given, d_scores, kept)
   return gradient, None
 

@@ -28,6 +28,12 @@ are the two loops over the tiles there. `vqjax.ops.statistics`, `distillation`, 
 #
 # Tokens are [P, N, ...], one shard for each device that they are spread over (`TokenShards`), so
 # that a tile takes n tokens of every shard and no device waits for another's; P is 1 on one device.
+#
+# Tokens that a mask leaves out are moved behind the others, and the loops over tiles of tokens end
+# with the last one that counts: `Linear.counted` is their number.
+#
+# Raw scores of the first rows may be kept for the gradient (`kept_scores`), where memory is cheaper
+# than their product: both loops then begin behind these rows.
 
 from __future__ import annotations
 
@@ -38,6 +44,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
@@ -46,6 +53,7 @@ from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded, TokenShards, varying
 from vqjax.ops.vocabulary import check_arrays
+from vqjax.types import Dtype
 
 __all__ = ["default_tile"]
 
@@ -68,22 +76,37 @@ def default_tile(tokens: int, vocab: int, platform: str = "cpu", devices: int = 
 
 
 def most_scores() -> int:
-  """Number of scores in the largest default tile of the device in use."""
+  """Number of float32 scores that other loops than those over tiles compute at once."""
   limits = device.current()
-  return limits.tokens * limits.vocab
+  return min(limits.tokens * limits.vocab, 2**25)
 
 
 def cut_tile(
-  tile: tuple[int, int] | None, tokens: int, vocab: int, limits: device.Device | None = None
+  tile: tuple[int, int] | None,
+  tokens: int,
+  vocab: int,
+  limits: device.Device | None = None,
+  masked: bool = False,
 ) -> Tile:
-  """The given tile, or the default one, cut to the tokens and rows of one device."""
+  """The given tile, or the default one, cut to the tokens and rows of one device.
+
+  Where tokens are `masked`, there are tiles enough to leave out about as much as the mask does.
+  """
   if tile is not None:
     return Tile(min(tile[0], tokens), min(tile[1], vocab))
   limits = limits or device.current()
-  return Tile(_part(tokens, limits.tokens), _part(vocab, limits.vocab))
+  most = limits.tokens
+  if masked:
+    most = min(most, max(_LEAST_TOKENS, math.ceil(tokens / 16)))
+  side = part(tokens, most)
+  return Tile(side, part(vocab, min(limits.vocab, limits.scores // side)))
 
 
-def _part(size, limit):
+# Tokens of a tile below which the products become slower.
+_LEAST_TOKENS = 256
+
+
+def part(size: int, limit: int) -> int:
   """A multiple of 64 that divides `size`, or covers it in ceil(size / limit) parts."""
   least = max(1, math.ceil(size / limit))
   for count in range(least, 2 * least):
@@ -109,6 +132,7 @@ class Linear:
     weight: the rows [V, D], of all devices or of this one.
     bias: [V], or None.
     options: with the dtype of the products' operands.
+    counted: number of tokens that count, the first ones of each shard; None: all.
   """
 
   # Untyped, because transformations put other objects into the leaves of a pytree.
@@ -116,6 +140,7 @@ class Linear:
   weight: Any
   bias: Any
   options: ScoreOptions = dataclasses.field(metadata={"static": True})
+  counted: Any = None
 
   @classmethod
   def of(
@@ -175,6 +200,8 @@ def on_each_device(
   layers: tuple[Linear, ...],
   tokens: Array | None,
   body: Callable[[Cut, tuple[Linear, ...], Array | None], Any],
+  kept: Array | None = None,
+  per_token: Array | None = None,
 ) -> Any:
   """`body(cut, layers, rows)` of all tokens, by each device of the vocabulary's axis.
 
@@ -184,29 +211,49 @@ def on_each_device(
       those of the first one's options.
     tokens: tokens [*B] or [*B, k], or None. The body gets them as indices into this device's rows,
       outside of them for tokens of other devices, [P, ceil(N / P)] or with k.
-    body: returns a tree of arrays [P, ceil(N / P), ...], which are equal on all devices.
+    body: returns a tree of arrays [P, ceil(N / P), ...], or numbers [] of all tokens, which are
+      equal on all devices.
+    kept: False for tokens [*B] whose results may be anything, and whose scores are left out as far
+      as the tiles allow; None: all count.
+    per_token: numbers [*B] that the body gets as a further argument, [P, ceil(N / P)]; or None.
 
   Returns:
-    The results of the body as [*B, ...].
+    The results of the body as [*B, ...] or [].
   """
   options, batch = layers[0].options, layers[0].hidden.shape[:-1]
   axis, n = options.vocab_axis, math.prod(batch)
 
-  def local(*given):
+  def local(rows, hiddens, tokens, kept, per_token):
     inside, shards = vocab_parallel.inside(axis), vocab_parallel.token_shards(axis)
+    order, size = None, -(-n // shards.count)
+    if kept is not None and cut_tile(options.tile, size, 1, masked=True).tokens < size:
+      order = _Order.of(shards.split(kept.reshape(n)))
+    given = rows, hiddens, tokens
     rows, hiddens, tokens = varying(given, *([inside] if inside else []))
-    split = lambda x: shards.split(x.reshape(n, *x.shape[len(batch) :]))
+
+    def split(x):
+      parts = shards.split(x.reshape(n, *x.shape[len(batch) :]))
+      return parts if order is None else order.sorted(parts)
+
     # On a mesh the arrays are this device's rows; without one they are those of `layers`.
     here = []
     for layer, hidden, (per_row, bias, shared) in zip(layers, hiddens, rows):
       weight = dataclasses.replace(layer.weight, per_row=per_row, shared=shared)
-      here.append(dataclasses.replace(layer, hidden=split(hidden), weight=weight, bias=bias))
+      of_device = {"hidden": split(hidden), "weight": weight, "bias": bias}
+      counted = None if order is None else order.count
+      here.append(dataclasses.replace(layer, **of_device, counted=counted))
     count = here[0].weight.count
     if tokens is not None:
       tokens = split(tokens) - vocab_parallel.first_row(inside, count)
-    cut = Cut(cut_tile(options.tile, here[0].hidden.shape[1], count), shards)
-    results = body(cut, tuple(here), tokens)
-    return jax.tree.map(lambda x: shards.join(x, n).reshape(*batch, *x.shape[2:]), results)
+    tile = cut_tile(options.tile, here[0].hidden.shape[1], count, masked=order is not None)
+    further = () if per_token is None else (split(per_token),)
+    results = body(Cut(tile, shards), tuple(here), tokens, *further)
+
+    def joined(x):
+      x = x if order is None else order.restored(x)
+      return shards.join(x, n).reshape(*batch, *x.shape[2:])
+
+    return jax.tree.map(lambda x: joined(x) if x.ndim else x, results)
 
   rows, hiddens = [], []
   for layer in layers:
@@ -216,7 +263,52 @@ def on_each_device(
     whole = Sharded(weight.per_row, 0, weight.axis), Sharded(bias, -jnp.inf)
     rows.append((*whole, Replicated(weight.shared)))
     hiddens.append(layer.hidden)
-  return vocab_parallel.over_vocabulary(axis, local, rows, hiddens, tokens)
+  return vocab_parallel.over_vocabulary(axis, local, rows, hiddens, tokens, kept, per_token)
+
+
+class _Order(NamedTuple):
+  """The tokens of each shard, those that count before the others.
+
+  Attributes:
+    before: index of the token at each place, [P, N].
+    place: place of each token, [P, N].
+    count: largest number of tokens that count in a shard.
+  """
+
+  before: Array
+  place: Array
+  count: Array
+
+  @classmethod
+  def of(cls, kept_PN: Array) -> "_Order":
+    place_of = lambda kept: jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
+    count_P = kept_PN.sum(axis=1, dtype=jnp.int32)
+    place_PN = jnp.where(kept_PN, place_of(kept_PN), count_P[:, None] + place_of(~kept_PN))
+    index_N = jnp.arange(kept_PN.shape[1], dtype=jnp.int32)
+    invert = jax.vmap(lambda place: jnp.zeros_like(place).at[place].set(index_N))
+    return cls(before=invert(place_PN), place=place_PN, count=count_P.max())
+
+  def sorted(self, x: Array) -> Array:
+    """An array [P, N, ...] with the tokens that count first."""
+    return _moved(x, *varying((self.before, self.place, x))[:2])
+
+  def restored(self, x: Array) -> Array:
+    """The inverse of `sorted`."""
+    return _moved(x, *varying((self.place, self.before, x))[:2])
+
+
+# The gradient of a permutation is a gather too, where JAX knows but a scatter.
+@jax.custom_vjp
+def _moved(x, index_PN, inverse_PN):
+  """x[index] of each shard."""
+  del inverse_PN
+  return jax.vmap(lambda one, index: one[index])(x, index_PN)
+
+
+_moved.defvjp(
+  lambda x, index, inverse: (_moved(x, index, inverse), (index, inverse)),
+  lambda saved, cotangent: (_moved(cotangent, saved[1], saved[0]), None, None),
+)
 
 
 def edge(index: Array, size: int, total: int) -> tuple[Array, Array]:
@@ -273,10 +365,29 @@ class TokenTiles(NamedTuple):
     tiles = x.reshape(x.shape[0], self.count, self.size, *x.shape[2:])
     return lax.dynamic_index_in_dim(tiles, index, axis=1, keepdims=False)
 
+  def upto(self, counted: Array | None) -> Array | int:
+    """Number of tiles that have the first `counted` tokens."""
+    return np.int32(self.count) if counted is None else -(-counted // self.size)
+
 
 def product(a: Array, b: Array, contract: Any, batch: Any = ((), ())) -> Array:
   """Matrix product of tiles, in float32 whatever the operands are."""
   return lax.dot_general(a, b, (contract, batch), preferred_element_type=jnp.float32)
+
+
+def raw_scores(a: Array, b: Array, contract: Any) -> Array:
+  """Product of vectors and rows: as `product`, but bfloat16 where the device rounds scores."""
+  dtype = _score_dtype(a.dtype)
+  return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=dtype)
+
+
+def _score_dtype(operands):
+  return jnp.bfloat16 if device.current().rounds and operands == jnp.bfloat16 else jnp.float32
+
+
+def score_bytes(operands: Dtype) -> int:
+  """Bytes of a raw score, for operands of a dtype."""
+  return jnp.dtype(_score_dtype(jnp.dtype(operands))).itemsize
 
 
 class Shortcut(NamedTuple):
@@ -298,6 +409,7 @@ def fold(
   carry: Any,
   merge: Callable[[Any, tuple[Array, ...], Int[Array, ""], Any], Any],
   shortcut: Shortcut | None = None,
+  skip: int = 0,
 ) -> Any:
   """The carry after `merge` has added every tile of scores to it, one after another.
 
@@ -309,33 +421,38 @@ def fold(
     merge: (carry [P, n, ...], scores [P, n, v] of each layer in float32, index of the first row,
       per_token [P, n, ...]) -> carry. It must leave out scores of -inf, which belong to no row.
     shortcut: a merge to try first, or None.
+    skip: number of tiles of rows that the carry has already.
   """
   n, v = layers[0].hidden.shape[1], layers[0].weight.count
   tokens, height = TokenTiles(cut.shards, cut.tile.tokens, n), cut.tile.vocab
+  count = math.ceil(v / height)
+  if skip == count:
+    return carry
   # The carry of a loop inside of a `shard_map` must vary over an axis from the start or never.
   carry = varying((carry, per_token, layers))[0]
   carry, given = tokens.split((carry, per_token))
-  index = jnp.arange(tokens.count, dtype=jnp.int32)
+  # Each tile of tokens has a carry of its own, so that an overlap is merged in both.
+  last = tokens.upto(layers[0].counted)
 
   def vocab_step(carry, v_index):
     start, fresh_v = edge(v_index, height, v)
     rows = [_weight_and_bias(cut, layer, start) for layer in layers]
 
     def add_rows(merge, carry):
-      def token_step(_, tile):
-        n_index, old, given = tile
+      def token_step(n_index, carry):
+        old, seen = jax.tree.map(lambda x: x[n_index], (carry, given))
         scores = []
         for layer, (weight_vD, bias_v) in zip(layers, rows):
           hidden_PnD = tokens.at(layer.hidden, n_index).astype(layer.options.dtype)
-          score_Pnv = product(hidden_PnD, weight_vD, ((2,), (1,)))
-          score_Pnv = layer.options.finish(score_Pnv, bias_v)
+          raw_Pnv = raw_scores(hidden_PnD, weight_vD, ((2,), (1,)))
+          score_Pnv = layer.options.finish(raw_Pnv.astype(jnp.float32), bias_v)
           # The tile before has scored the overlap: -inf leaves a sum of exp as it is, 0 would not.
           scores.append(jnp.where(fresh_v, score_Pnv, -jnp.inf) if v % height else score_Pnv)
         # One merge for all layers, so that a distillation loss sees both scores of a tile at once.
-        return None, merge(old, tuple(scores), start, given)
+        new = merge(old, tuple(scores), start, seen)
+        return jax.tree.map(lambda x, part: x.at[n_index].set(part), carry, new)
 
-      # Each tile of tokens has a carry of its own, so that an overlap is merged in both.
-      return lax.scan(token_step, None, (index, carry, given))[1]
+      return lax.fori_loop(np.int32(0), last, token_step, carry)
 
     if shortcut is None:
       return add_rows(merge, carry), None
@@ -343,19 +460,44 @@ def fold(
     failed = shortcut.failed(carry, new)
     return lax.cond(failed, lambda: add_rows(merge, carry), lambda: new), None
 
-  count = math.ceil(v / height)
-  return tokens.join(lax.scan(vocab_step, carry, jnp.arange(count, dtype=jnp.int32))[0])
+  index = jnp.arange(skip, count, dtype=jnp.int32)
+  return tokens.join(lax.scan(vocab_step, carry, index)[0])
 
 
-def all_scores(cut: Cut, layer: Linear) -> Array:
-  """All scores [V, P, N], where they are few enough to be kept."""
-  part = tile_rows(_whole(cut, layer), layer, jnp.int32(0))
-  raw = product(part.weight, layer.hidden.astype(layer.options.dtype), ((1,), (2,)))
-  return layer.options.finish(raw, part.bias)
+def kept_scores(
+  cut: Cut, layer: Linear, count: int, carry: Any, merge: Callable[[Any, Array, Array, int], Any]
+) -> tuple[Any, Array]:
+  """The carry after the first `count` tiles of rows, and their raw scores.
 
+  The scores are [count, P, N, v]; on a CPU [count, v, P, N], as its products read and write them.
 
-def _whole(cut, layer):
-  return cut._replace(tile=Tile(layer.hidden.shape[1], layer.weight.count))
+  Args:
+    cut: tile and token shards; all tokens meet a tile of rows at once.
+    layer: the operands.
+    count: number of tiles.
+    carry: a tree of [P, N, ...] arrays.
+    merge: (carry, scores of a tile, index of the first row, axis of the rows) -> carry.
+  """
+  v, height = layer.weight.count, cut.tile.vocab
+  hidden_PND = layer.hidden.astype(layer.options.dtype)
+
+  def vocab_step(carry, v_index):
+    start, fresh_v = edge(v_index, height, v)
+    part = tile_rows(cut, layer, start)
+    if _reads_rows():
+      raw = raw_scores(part.weight, hidden_PND, ((1,), (2,)))
+    else:
+      raw = raw_scores(hidden_PND, part.weight, ((2,), (1,)))
+    axis, bias = -1, None if part.bias is None else part.bias[:, 0, 0]
+    if _reads_rows():
+      axis, bias, fresh_v = 0, part.bias, fresh_v[:, None, None]
+    score = layer.options.finish(raw.astype(jnp.float32), bias)
+    if v % height:
+      score = jnp.where(fresh_v, score, -jnp.inf)
+    return merge(carry, score, start, axis), raw
+
+  carry = varying((carry, layer))[0]
+  return lax.scan(vocab_step, carry, jnp.arange(count, dtype=jnp.int32))
 
 
 def first_scores(cut: Cut, layer: Linear) -> Array:
@@ -396,27 +538,63 @@ def gradients(
     d_scores: (scores [v, P, n] of each layer, index of each row [v, 1, 1], per_token [P, n, ...])
       -> the cotangent [v, P, n] of each layer's scores. A row that is removed by a bias of -inf
       must get 0.
-    kept: all scores [V, P, N] of each layer, which are not computed again, or None.
+    kept: raw scores of the first tiles of rows of each layer, from `kept_scores`, which are not
+      computed again; or None.
   """
-  cut = cut if kept is None else _whole(cut, layers[0])
   n, v = layers[0].hidden.shape[1], layers[0].weight.count
-  tokens, height = TokenTiles(cut.shards, cut.tile.tokens, n), cut.tile.vocab
-  given = tokens.split(varying((per_token, layers))[0])
-  index = jnp.arange(tokens.count, dtype=jnp.int32)
+  height, per_token = cut.tile.vocab, varying((per_token, layers))[0]
+  nothing = [
+    Linear(
+      hidden=cut.shards.keep(jnp.zeros(layer.hidden.shape, jnp.float32)),
+      weight=layer.weight.zero_gradient(height),
+      bias=None if layer.bias is None else jnp.zeros_like(layer.bias),
+      options=layer.options,
+    )
+    for layer in layers
+  ]
+  totals = varying((nothing, layers, per_token))[0]
+  first = 0 if kept is None else len(kept[0])
+  if first:
+    whole = TokenTiles(cut.shards, n, n)
+    totals = _of_rows(cut, whole, layers, per_token, d_scores, totals, (0, first), kept)
+  rest = first, math.ceil(v / height)
+  if first < rest[1]:
+    tokens = TokenTiles(cut.shards, cut.tile.tokens, n)
+    totals = _of_rows(cut, tokens, layers, per_token, d_scores, totals, rest, None)
+  return tuple(
+    dataclasses.replace(
+      total,
+      hidden=total.hidden.astype(layer.hidden.dtype),
+      weight=layer.weight.rounded(total.weight),
+    )
+    for total, layer in zip(totals, layers)
+  )
 
-  def vocab_step(carry, v_index):
+
+def _of_rows(cut, tokens, layers, per_token, d_scores, totals, rows, kept):
+  """The totals with the gradients of the tiles of rows `rows`, a range."""
+  n, v, height = tokens.total, layers[0].weight.count, cut.tile.vocab
+  given = tokens.split(per_token)
+  last = tokens.upto(layers[0].counted)
+
+  def vocab_step(carry, tile):
+    v_index, kept = tile
     start, fresh_v = edge(v_index, height, v)
     rows = [tile_rows(cut, layer, start) for layer in layers]
     row_v11 = (start + jnp.arange(height, dtype=jnp.int32))[:, None, None]
 
-    def token_step(sums, tile):
-      n_index, given = tile
+    def token_step(n_index, sums):
       hiddens = [tokens.at(x.hidden, n_index).astype(x.options.dtype) for x in layers]
-      scores = kept or [
-        layer.options.finish(product(part.weight, hidden_PnD, ((1,), (2,))), part.bias)
-        for layer, part, hidden_PnD in zip(layers, rows, hiddens)
+      if kept is None:
+        raws = [raw_scores(x.weight, y, ((1,), (2,))) for x, y in zip(rows, hiddens)]
+      else:
+        raws = [raw if _reads_rows() else jnp.moveaxis(raw, -1, 0) for raw in kept]
+      scores = [
+        layer.options.finish(raw_vPn.astype(jnp.float32), part.bias)
+        for layer, part, raw_vPn in zip(layers, rows, raws)
       ]
-      cotangents = d_scores(tuple(scores), row_v11, given)
+      seen = jax.tree.map(lambda x: x[n_index], given)
+      cotangents = d_scores(tuple(scores), row_v11, seen)
       new = []
       for i, d_vPn in enumerate(cotangents):
         d_vPn = layers[i].options.pull_back(scores[i], d_vPn)
@@ -426,7 +604,7 @@ def gradients(
         if v % height:
           d_vPn = jnp.where(fresh_v[:, None, None], d_vPn, 0.0)
         new.append(_add_tile(sums[i], rows[i], hiddens[i], d_vPn, n_index))
-      return new, None
+      return new
 
     # The gradient of a tile of rows is complete after its inner loop, so that it is written once.
     zeros = [
@@ -440,33 +618,17 @@ def gradients(
       for gradient, layer in zip(carry, layers)
     ]
     zeros = varying((zeros, layers, per_token))[0]
-    sums, _ = lax.scan(token_step, zeros, (index, given))
+    sums = lax.fori_loop(np.int32(0), last, token_step, zeros)
     stored = zip(carry, sums, layers)
     return [_store_rows(gradient, part, layer, start) for gradient, part, layer in stored], None
 
   # hidden meets every tile of rows: its gradient is summed in float32 and rounded at the end. It
   # has an axis of tiles, since an update of a whole tile fuses into the product that it adds.
-  shape = lambda x: (x.shape[0], tokens.count, tokens.size, x.shape[2])
-  nothing = [
-    Linear(
-      hidden=cut.shards.keep(jnp.zeros(shape(layer.hidden), jnp.float32)),
-      weight=layer.weight.zero_gradient(height),
-      bias=None if layer.bias is None else jnp.zeros_like(layer.bias),
-      options=layer.options,
-    )
-    for layer in layers
-  ]
-  nothing = varying((nothing, layers, per_token))[0]
-  count = math.ceil(v / height)
-  totals, _ = lax.scan(vocab_step, nothing, jnp.arange(count, dtype=jnp.int32))
-  return tuple(
-    dataclasses.replace(
-      total,
-      hidden=tokens.flat(total.hidden.astype(layer.hidden.dtype)),
-      weight=layer.weight.rounded(total.weight),
-    )
-    for total, layer in zip(totals, layers)
-  )
+  move = lambda change: [dataclasses.replace(x, hidden=change(x.hidden)) for x in totals]
+  totals = move(lambda x: jnp.moveaxis(tokens.split(x), 0, 1))
+  tiles = jnp.arange(*rows, dtype=jnp.int32), kept
+  totals, _ = lax.scan(vocab_step, totals, tiles)
+  return move(tokens.flat)
 
 
 class TileRows(NamedTuple):

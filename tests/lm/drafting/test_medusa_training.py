@@ -82,6 +82,7 @@ def test_an_interrupted_training_goes_on_where_it_was(tmp_path, monkeypatch):
     ({"rate": 0}, ["rate", "0"]),
   ],
 )
+@pytest.mark.untyped
 def test_a_wrong_call_is_refused(tmp_path, change, parts):
   given = {
     "model": tmp_path,
