@@ -91,6 +91,16 @@ def test_a_source_that_was_trained_again_and_ended_elsewhere_is_refused():
     run.check_same(kept(4.01), {"name": "a", **kept(4.0)})
 
 
+def test_a_distilled_row_learns_from_the_teacher_of_its_seed():
+  jobs = {job.name: job for job in run.jobs("cpu")}
+  assert "ptb/dense-contexts-s2" in jobs["ptb/product-distilled-s2"].needs
+  assert "ptb/dense-contexts" in jobs["ptb/product-distilled-tuning"].needs
+  needs = {"ptb/tied-contexts-s1", "ptb/tied-contexts-tuning"}
+  assert set(jobs["ptb/tied-distilled-s1"].needs) == needs
+  (row,) = (row for row in rows(PTB) if row.name == "product-distilled")
+  assert row.experiment(PTB, 2).init_from.folder == "runs/comparison/cpu/ptb/dense-contexts-s2"
+
+
 def test_a_compressed_row_measures_the_run_of_its_seed():
   jobs = {job.name: job for job in run.jobs("cpu")}
   for row in ("dense-contexts", "tied", "tied-contexts", "tied-distilled"):
