@@ -80,7 +80,7 @@ def test_a_nucleus_of_more_groups_than_the_search_scores_is_drawn_from_exactly(m
   head = HEADS["shared"]
   variables = random_variables(head)
   # The first rows are flat, the others peaked: some rows need the fallback.
-  row = peaked(2) * np.float32([[0.02], [1.0]])
+  row = peaked(2) * np.float32([[0.02], [4.0]])
 
   def program(own, row):
     hidden = jnp.repeat(row, 1000, axis=0)

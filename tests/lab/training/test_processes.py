@@ -1,6 +1,5 @@
 """Several processes train one run, and all of them end with a reason when one dies."""
 
-import shutil
 import signal
 import time
 
@@ -25,7 +24,7 @@ def test_two_processes_train_what_one_does_stop_together_and_survive_the_death_o
   assert {key: shared[key] for key in steps} == steps
   assert len(steps) == STEPS * 8
 
-  # A signal to one stops both after the same step, and any number of devices continues the run.
+  # A signal to one stops both after the same step.
   processes = launcher.start("stopped")
   launcher.wait_for_step("stopped", 6, processes)
   processes[1].send_signal(signal.SIGTERM)
@@ -34,9 +33,6 @@ def test_two_processes_train_what_one_does_stop_together_and_survive_the_death_o
   stopped = max(launcher.saved("stopped"))
   assert f"stopped by SIGTERM after step {stopped}, which is saved" in err
   assert launcher.rows("stopped")[-1]["step"] == stopped < STEPS
-  shutil.copytree(launcher.folder / "stopped", launcher.folder / "moved")
-  finish_well(launcher.start("moved", processes=1, devices=1))
-  np.testing.assert_allclose(launcher.losses("moved"), launcher.losses("one"), rtol=1e-5)
 
   # Two continue it, and are started again after process 0 dies, which writes the checkpoints.
   for victim, step in ((0, stopped + 3), (1, 18)):
