@@ -48,16 +48,3 @@ def test_a_code_that_does_not_exist_is_nan(variables):
   variables = variables | {"codes": {"assignment": table}}
   found = np.asarray(jitted.apply(EMBEDDING, variables, np.array([1, 2, 5])))
   assert np.isnan(found).all(axis=1).tolist() == [False, True, True]
-
-
-@pytest.mark.parametrize(
-  ("embedding", "message"),
-  [
-    (CodebookEmbedding(11, 6, 0), "codes.*0"),
-    (CodebookEmbedding(11, 6, 12), "codes.*12"),
-    (CodebookEmbedding(11, 6, 3, lambda vocab, codes: np.full(vocab, 3)), "got 3 for token 0"),
-  ],
-)
-def test_codes_and_tables_that_do_not_fit_are_refused(embedding, message):
-  with pytest.raises(ValueError, match=message):
-    jitted.init(embedding, jax.random.key(0), np.zeros(1, np.int32))

@@ -79,20 +79,6 @@ def test_the_guide_moves_the_student_and_padding_contributes_nothing():
   assert not np.any(np.delete(found, [4, 9], axis=0))
 
 
-@pytest.mark.parametrize(
-  ("embedding", "message"),
-  [
-    (ComposedEmbedding(V, D, DenseEmbedding(7, D), hidden=4), "`inner` .*7"),
-    (ComposedEmbedding(V, D, DenseEmbedding(V, D), hidden=0), "`hidden` .*0"),
-    (GuidedEmbedding(V, D, DenseEmbedding(V, 5)), "`student` .*23 and 5"),
-    (GuidedEmbedding(V, D, DenseEmbedding(V, D), weight=-1.0), "`weight` .*-1.0"),
-  ],
-)
-def test_fields_that_do_not_fit_are_refused(embedding, message):
-  with pytest.raises(ValueError, match=message):
-    made(embedding)
-
-
 def test_an_embedding_sets_the_width_of_its_quantiser():
   for quantizer in (SoftmaxQuantizer(4, 3), FreeQuantizer(4, 3, additive=True)):
     embedding = DPQEmbedding(V, D, quantizer)

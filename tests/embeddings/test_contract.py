@@ -141,3 +141,30 @@ def test_a_lookup_has_a_forward_derivative():
   lookup = lambda v: embedding.apply(v, tokens)
   found, tangent = jax.jit(lambda v: jax.jvp(lookup, (v,), (v,)))(variables_of("dense"))
   np.testing.assert_array_equal(tangent, found)
+
+
+WRONG_FIELDS = [
+  (CodebookEmbedding(11, 6, 0), "codes.*0"),
+  (CodebookEmbedding(11, 6, 12), "codes.*12"),
+  (CodebookEmbedding(11, 6, 3, lambda vocab, codes: np.full(vocab, 3)), "got 3 for token 0"),
+  (LowRankEmbedding(V, D, 13), r"`rank` .*\[1, 12\].*13"),
+  (LowRankEmbedding(V, D, 0), "`rank` .*0"),
+  (ProductEmbedding(V, D, 5, 5), "`subspaces` .*12.*5"),
+  (ProductEmbedding(V, D, 0, 4), "`codes` and `subspaces` .*0 and 4"),
+  (ProductEmbedding(0, D, 5, 4), "`vocab` .*0"),
+  (ProductEmbedding(V, D, 5, 4, codes_init=lambda v, k, m: np.zeros((3, m), int)), "codes.*3, 4"),
+  (ScalarEmbedding(V, D, 0), "`bits` .*0"),
+  (ScalarEmbedding(V, D, 17), "`bits` .*17"),
+  (Int8Embedding(V, D), "`group` must divide dim 12; got 32"),
+  (ComposedEmbedding(V, D, DenseEmbedding(7, D), hidden=4), "`inner` .*7"),
+  (ComposedEmbedding(V, D, DenseEmbedding(V, D), hidden=0), "`hidden` .*0"),
+  (GuidedEmbedding(V, D, DenseEmbedding(V, 5)), "`student` .*229 and 5"),
+  (GuidedEmbedding(V, D, DenseEmbedding(V, D), weight=-1.0), "`weight` .*-1.0"),
+  (DPQEmbedding(V, 10, QUANTIZERS["vq"]), "`quantizer` .*10.*12"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG_FIELDS, ids=[m for _, m in WRONG_FIELDS])
+def test_fields_that_do_not_fit_are_refused(wrong, message):
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(wrong.init, jax.random.key(0), np.zeros(1, np.int32))

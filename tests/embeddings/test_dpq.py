@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests import jitted, reference
-from tests.embeddings.quantized import QUANTIZERS, D, V, trained
-from vqjax import DenseHead, DPQEmbedding
+from tests.embeddings.quantized import D, V, trained
+from vqjax import DenseHead
 
 
 @pytest.mark.fast_cases(2)
@@ -63,9 +63,3 @@ def test_a_head_that_shares_the_codes_scores_with_the_quantised_rows(embedding, 
   table = jitted.apply(embedding, variables, method="table")
   np.testing.assert_allclose(found, reference.linear_log_prob(hidden, table, tokens), atol=1e-5)
   assert np.asarray(gradient["embedding"]["query"]).any()
-
-
-def test_a_quantizer_of_another_width_is_refused():
-  embedding = DPQEmbedding(V, 10, QUANTIZERS["vq"])
-  with pytest.raises(ValueError, match=r"`quantizer` .*10.*12"):
-    jitted.init(embedding, jax.random.key(0), np.arange(3))

@@ -10,8 +10,6 @@ from tests.embeddings.quantized import vectors_of
 from vqjax import DenseHead, convert
 from vqjax.embeddings import (
   Int8Embedding,
-  LowRankEmbedding,
-  ProductEmbedding,
   ScalarEmbedding,
   compact_file,
 )
@@ -19,12 +17,6 @@ from vqjax.embeddings.scalar import scalar_levels
 
 V, D = 29, 12
 TABLE = np.random.default_rng(3).normal(size=(V, D)).astype(np.float32)
-
-
-def init(embedding):
-  if isinstance(embedding, ScalarEmbedding):
-    return of_levels(*scalar_levels(TABLE, embedding.bits))
-  return jitted.init(embedding, jax.random.key(0), np.zeros(1, np.int32))
 
 
 def of_levels(levels, low, high):
@@ -64,30 +56,6 @@ def test_a_constant_table_has_one_level():
   levels, low, high = scalar_levels(np.full((3, 2), 4.0), 8)
   assert (levels == 0).all()
   assert low == high == 4.0
-
-
-def test_codes_of_another_vocabulary_are_refused():
-  given = lambda vocab, codes, subspaces: np.zeros((3, subspaces), int)
-  with pytest.raises(ValueError, match=r"codes.*3, 4"):
-    init(ProductEmbedding(V, D, 5, 4, codes_init=given))
-
-
-@pytest.mark.parametrize(
-  ("embedding", "message"),
-  [
-    (LowRankEmbedding(V, D, 13), r"`rank` .*\[1, 12\].*13"),
-    (LowRankEmbedding(V, D, 0), "`rank` .*0"),
-    (ProductEmbedding(V, D, 5, 5), "`subspaces` .*12.*5"),
-    (ProductEmbedding(V, D, 0, 4), "`codes` and `subspaces` .*0 and 4"),
-    (ProductEmbedding(0, D, 5, 4), "`vocab` .*0"),
-    (ScalarEmbedding(V, D, 0), "`bits` .*0"),
-    (ScalarEmbedding(V, D, 17), "`bits` .*17"),
-    (Int8Embedding(V, D), "`group` must divide dim 12; got 32"),
-  ],
-)
-def test_numbers_outside_their_range_are_refused(embedding, message):
-  with pytest.raises(ValueError, match=message):
-    init(embedding)
 
 
 def test_a_table_that_is_not_finite_is_refused():

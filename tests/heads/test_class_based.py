@@ -101,12 +101,6 @@ def test_a_missing_class_is_nan_and_an_empty_class_has_probability_0():
   np.testing.assert_allclose(kept.sum(axis=1), 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize("classes", [0, 12])
-def test_classes_outside_the_vocabulary_are_refused(classes):
-  with pytest.raises(ValueError, match=f"`classes` .*{classes}"):
-    ClassBasedHead(11, 4, classes).size()
-
-
 def test_a_table_of_another_length_is_refused():
   with pytest.raises(ValueError, match=r"assignment.*\(9,\)"):
     abstract_variables(ClassBasedHead(11, 4, 3, lambda vocab, classes: np.zeros(9, np.int32)))

@@ -159,21 +159,3 @@ def test_the_commitment_is_a_separate_term_of_the_loss():
   np.testing.assert_array_equal(log_prob, plain[0])
   assert set(terms) == {"commitment"}
   assert plain[1] == {}
-
-
-@pytest.mark.parametrize(
-  ("fields", "message"),
-  [
-    *(
-      ({"embedding": CodebookEmbedding(*sizes)}, "`embedding` .*vocab 7, dim 4 and codes 3")
-      for sizes in ((8, 4, 3), (7, 5, 3), (7, 4, 2))
-    ),
-    *(
-      ({"commitment": value}, f"`commitment` .*{value}")
-      for value in (-0.1, float("inf"), float("nan"))
-    ),
-  ],
-)
-def test_fields_that_do_not_fit_are_refused(fields, message):
-  with pytest.raises(ValueError, match=message):
-    CodebookHead(7, 4, 3, **fields).size()

@@ -4,7 +4,6 @@ from typing import ClassVar
 
 import jax
 import numpy as np
-import pytest
 
 from tests import reference
 from tests.heads.narrow import NarrowContract, exact
@@ -34,12 +33,6 @@ def rank(head):
   logits = results(head.apply, random_variables(head), hidden)
   values = np.linalg.svd(reference.log_softmax(logits), compute_uv=False)
   return (values > 1e-4 * values[0]).sum()
-
-
-@pytest.mark.parametrize("components", [0, -1])
-def test_a_mixture_of_nothing_is_refused(components):
-  with pytest.raises(ValueError, match=f"`components` .*{components}"):
-    MixtureHead(31, 12, components).size()
 
 
 def test_a_removed_token_has_no_part_in_the_logits_and_their_gradient():

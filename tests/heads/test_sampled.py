@@ -120,17 +120,3 @@ def test_a_unigram_proposal_follows_the_counts():
   counts = np.array([1, 0, 97, 2])
   log_q = UnigramProposal(counts)(4)
   np.testing.assert_allclose(np.exp(log_q), np.array([2, 1, 98, 3]) / 104, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    ({"samples": 0}, "samples.*0"),
-    ({"samples": 54}, "samples.*54"),
-    ({"softcap": 30.0}, "`softcap` .*30.0"),
-    ({"label_smoothing": 0.1}, "`label_smoothing` .*0.1"),
-  ],
-)
-def test_options_that_need_all_scores_are_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    SampledSoftmaxHead(53, 6, **({"samples": 5} | changes)).size()
