@@ -48,7 +48,7 @@ def test_the_file_has_codes_and_values_and_nothing_else(embedding, variables, tm
   values = int(K * D * tables)
   codes = -(-V * q.subspaces * 3 // 8)
   assert file.stat().st_size == 8 + header + codes + 4 * values
-  assert compact.nbytes == codes + 4 * values
+  assert compact.nbytes == codes + 4 * values == embedding.inference_size().state_bytes
   meta = json.loads(file.read_bytes()[8 : 8 + header])["__metadata__"]
   assert {meta[key] for key in "V"} == {str(V)}
   assert (meta["d"], meta["K"], meta["M"]) == (str(D), str(K), str(q.subspaces))
@@ -164,9 +164,10 @@ LOW = [
 
 
 @pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("quantizer", ["sx additive", "vq"])
 @pytest.mark.parametrize("fields", [*LOW, {"dtype": jnp.float32, "param_dtype": jnp.bfloat16}])
-def test_it_is_rounded_as_the_embedding_is(embedding, fields, tmp_path):
-  embedding, tokens = embedding.clone(**fields), np.arange(V)
+def test_it_is_rounded_as_the_embedding_is(quantizer, fields, tmp_path):
+  embedding, tokens = DPQEmbedding(V, D, QUANTIZERS[quantizer], **fields), np.arange(V)
   variables = jitted.init(embedding, jax.random.key(0), tokens)
   expected = jitted.apply(embedding, variables, tokens)
   embedding.compact(variables).save(tmp_path / "small.safetensors")
@@ -184,11 +185,6 @@ def test_fixed_codes_have_a_compact_form(options, fields):
   compact, expected = embedding.compact(variables), jitted.apply(embedding, variables, tokens)
   np.testing.assert_array_equal(vectors_of(compact, tokens), expected)
   assert embedding.inference_size().state_bytes == compact.nbytes
-
-
-@pytest.mark.slow
-def test_the_compact_form_has_the_inference_size_that_it_states(embedding, variables):
-  assert embedding.inference_size().state_bytes == embedding.compact(variables).nbytes
 
 
 @pytest.mark.parametrize(

@@ -370,17 +370,6 @@ def test_an_abstract_model_has_the_sharding_of_the_rules():
   assert nnx.get_partition_spec(nnx.state(without))["weight"].get_value() == P("model", "data")
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_head_on_a_mesh_equals_that_on_one_device(kind):
-  mesh = jax.make_mesh((2, 4), ("data", "model"), (kind,) * 2)
-  head = made("CodebookHead")
-  expected = log_prob(head)
-  sharded = layers.from_linen(head.layer.clone(vocab_axis="model"), head.linen_variables())
-  with jax.set_mesh(mesh):
-    found = nnx.jit(lambda head: head.log_prob(HIDDEN, TOKENS))(sharded)
-  np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
 def test_an_optimizer_steps_on_explicit_axes():
   rules = {"vocab": "model", "table_embed": "data"}
   make = nnx.jit(

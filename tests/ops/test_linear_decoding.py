@@ -196,19 +196,6 @@ def test_a_mesh_shards_the_vocabulary_and_the_tokens(kind):
     np.testing.assert_allclose(own, expected.max(axis=-1), atol=2e-5)
 
 
-def test_draws_on_a_mesh_have_the_distribution():
-  hidden, weight, bias = operands()
-  rows = np.broadcast_to(hidden[0], (4000, D))
-  with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)):
-    draw = jax.jit(lambda h, w, b: linear_sample(h, jax.random.key(1), w, b, vocab_axis="model"))
-    drawn = np.asarray(draw(rows, weight, bias))
-  share = np.exp(exact(hidden[:1], weight, bias)[0]) * len(drawn)
-  counts = np.bincount(drawn, minlength=V)
-  some = share >= 5
-  counts, share = (np.append(x[some], x[~some].sum()) for x in (counts, share))
-  assert scipy.stats.chisquare(counts, share).pvalue > 1e-4
-
-
 def test_no_array_of_many_rows_times_the_vocabulary_is_made():
   rows, vocab = 2053, 40_009
   hidden, weight = (jax.ShapeDtypeStruct((n, D), jnp.float32) for n in (rows, vocab))
