@@ -61,9 +61,7 @@ MISTAKES = {
     lambda: DenseEmbedding(V, D).init(KEY, HIDDEN),
     "`tokens` must be integers; got float32",
   ),
-  "another width": (lambda: call("logits", jnp.ones((4, 9))), "`hidden` .* 9 for dim 8"),
   "fewer tokens": (lambda: call("log_prob", HIDDEN, TOKENS[:3]), r"`hidden` .* \(3,\) of `tokens`"),
-  "a vocabulary in floats": (lambda: DenseHead(3e2, D).init(KEY, HIDDEN), "`vocab` .* got 300.0"),
   "codes that are an assignment": (
     lambda: CodebookHead(V, D, np.arange(V)).init(KEY, HIDDEN),
     "`codes` of CodebookHead must be an integer",
@@ -74,7 +72,6 @@ MISTAKES = {
   ),
   "a seed for a key": (lambda: call("sample", HIDDEN, 0), r"`key` .* got 0. Use jax.random.key"),
   "a number of tokens in floats": (lambda: call("top_k", HIDDEN, 3.0), "`k` .* got 3.0"),
-  "a negative temperature": (lambda: call("sample", HIDDEN, KEY, -1.0), "`temperature` .* -1.0"),
   "a mask of floats": (
     lambda: call("loss_terms", HIDDEN, TOKENS, jnp.ones(4)),
     "`mask` must be bool .* got float32",

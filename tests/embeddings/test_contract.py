@@ -95,12 +95,14 @@ def test_size_and_axes_are_those_of_the_variables(name, embedding):
   assert ranks == jax.tree.map(lambda x: x.ndim, variables)
 
 
-@pytest.mark.parametrize("name", list(CASES)[:7])
+@pytest.mark.parametrize("name", list(CASES)[:9])
 def test_the_dtypes_of_vectors_and_of_parameters_are_separate(name):
   token, variables = np.array([1]), variables_of(name)
   for dtype in (jnp.bfloat16, jnp.float32):
     low = CASES[name].clone(dtype=dtype)
     assert jax.eval_shape(low.apply, variables, token).dtype == dtype
+  if name in ("scalar", "int8"):
+    return  # their parameters are float32
   stored = CASES[name].clone(param_dtype=jnp.bfloat16)
   params = jax.eval_shape(stored.init, jax.random.key(0), token)["params"]
   assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
