@@ -64,8 +64,6 @@ from .ops.sparse_targets import linear_top_k_divergence as linear_top_k_divergen
 from .quantizers import CentroidQuantizer as CentroidQuantizer
 from .quantizers import EncoderQuantizer as EncoderQuantizer
 from .quantizers import FreeQuantizer as FreeQuantizer
-from .quantizers import MovingAverage as MovingAverage
 from .quantizers import Quantizer as Quantizer
-from .quantizers import Revival as Revival
 from .quantizers import SoftmaxQuantizer as SoftmaxQuantizer
 from .types import Size as Size

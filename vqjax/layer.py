@@ -92,23 +92,22 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
         created[name] = self._create(name, variable, created)
     self._created = created
 
-  def _create(self, name: str, variable: Variable, created: dict):
+  def _create(self, name: str, variable: Variable, created: dict[str, nn.Variable]) -> nn.Variable:
     shape, dtype = variable.shape, variable.dtype
-    if variable.collection == "params":
-      return self.param(name, variable.init, shape, dtype)
 
     def init():
       if variable.source is not None:
         return variable.init(created[variable.source].value, shape, dtype)
       return variable.init(self.make_rng("params") if variable.random else None, shape, dtype)
 
-    state = self.variable(variable.collection, name, init)
-    if jnp.shape(state.value) != shape:
+    # Parameters too: unlike `param`, this traces no initialiser where the variable is given.
+    held = self.variable(variable.collection, name, init)
+    if jnp.shape(held.value) != shape:
       raise ValueError(
-        f"`{name}` must have shape {shape}; got {jnp.shape(state.value)}. Give the layer the fields"
+        f"`{name}` must have shape {shape}; got {jnp.shape(held.value)}. Give the layer the fields"
         " with which the variables were made."
       )
-    return state
+    return held
 
   def array(self, name: str) -> Array | None:
     """The value of a variable of this layer; None for a name that it does not declare."""
@@ -117,11 +116,9 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
         f"`{type(self).__name__}` has no variables outside of `init` and `apply`. Call"
         ' head.apply(variables, ..., method="log_prob"), or use the layer of `vqjax.nnx`.'
       )
-    value = self._created.get(name)
-    if isinstance(value, nn.Variable):
-      value = value.value
+    held = self._created.get(name)
     # NumPy arrays reach here: restored or converted variables, and tables inside `nn.scan`.
-    return None if value is None else vocab_parallel.automatic(jnp.asarray(value))
+    return None if held is None else vocab_parallel.automatic(jnp.asarray(held.value))
 
   def put_variable(self, col: str, name: str, value: Any) -> None:
     """Write a variable with the type that it has outside of the computing method."""

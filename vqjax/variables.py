@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,15 +125,8 @@ def integer_variable(
   return Variable(shape, axes, init, dtype, "codes", pad_value, random=False)
 
 
-class Declares(Protocol):
-  """A layer that declares its variables."""
-
-  def declare(self) -> "Declaration":
-    """The variables by name; a sub-layer stands for its own variables."""
-
-
-# The variables of a layer by name, and its sub-layers by theirs.
-Declaration = Mapping[str, "Variable | Declares | Declaration"]
+# The variables of a layer by name; a layer, or a dict of variables, stands for its own.
+Declaration = Mapping[str, Any]
 
 
 def logical_axes(declaration: Declaration) -> dict:

@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 from experiments.studies.dpq.data import PairedSource, PairedText, Pairs
 from experiments.studies.dpq.models import RecurrentTranslator, Translator
+from experiments.studies.dpq.sm3 import SM3
 from experiments.studies.lstm import SymmetricUniform
 from vqjax import DenseHead, Embedding
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import SentencePieceTokenizer, TokenizerRecipe, WordTokenizer
-from vqjax.lab.training import SGD, SM3
+from vqjax.lab.training import SGD
 
 V = FROM_TOKENIZER
 WORDS = 25

@@ -1,9 +1,10 @@
 """Benchmarks on a GPU: losses against PyTorch peers, and decoding with a certified first pass."""
 
 import importlib.metadata
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from vqjax import (
   GroupedHead,
   ProductHead,
   linear_cross_entropy,
+  linear_log_prob,
 )
 from vqjax.heads.workload import loss_and_gradient
 from vqjax.lab.report.units import MISSING
@@ -33,39 +35,32 @@ class LossCost(NamedTuple):
 
   Attributes:
     seconds: median time of a call.
-    compiled_bytes: peak memory planned by the compiler; None for PyTorch.
-    device_bytes: peak memory counted by the device; None where it does not count.
+    temporaries: bytes beside arguments and results.
   """
 
   seconds: float
-  compiled_bytes: int | None
-  device_bytes: int | None
+  temporaries: int
 
 
-SHAPES = (LossShape(16384, 4096, 128_256), LossShape(16384, 768, 267_735))
-TILES = ((2048, 8192), (8192, 8192), (16384, 4096))
-CODES = (1024,)
-CALLS = 10
+SHAPES = (
+  LossShape(16384, 4096, 128_256),
+  LossShape(16384, 640, 262_144),
+  LossShape(16384, 768, 50_304),
+  LossShape(8192, 4096, 151_936),
+  LossShape(32768, 2560, 262_144),
+)
+STORED = "stored logits (XLA)"
+SCRATCH = 2**31, 4 * 2**30
+CODES = 1024
+CALLS = 5
 DECODED = ((262_144, 640), (262_144, 2048))
 BATCHES = 1, 16, 256
 NOTE = (
-  "bfloat16 hidden and weight; median of {calls} calls after a warm-up. TFLOP/s is 6NDV over the"
-  " time in every row; for a compressed head it counts the dense work that it replaces. Peaks are"
-  " MiB of arguments, results and temporaries: as the compiler plans them, and as the device"
-  " counted them in the process of the row, the tuning of kernels included."
+  "bfloat16 hidden and weight; median of {calls} calls after a warm-up, all programs of XLA of a"
+  " shape in one process. TFLOP/s is 6NDV over the time in every row; for a compressed head it"
+  " counts the dense work that it replaces. Temporaries are GiB as the compiler plans them; of"
+  " PyTorch, the peak of the device without arguments and gradients."
 )
-
-
-class LossRow(NamedTuple):
-  """A row of the table.
-
-  Attributes:
-    name: its label.
-    cost: () -> its cost, called in a process of its own.
-  """
-
-  name: str
-  cost: Callable[[], LossCost]
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
@@ -73,61 +68,85 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   here = gpu_machine(quick)
   calls = 1 if quick else CALLS
   measure.say(NOTE.format(calls=calls))
-  shapes = (LossShape(64, 16, 1031),) if quick else SHAPES
   tables = []
-  for shape in shapes:
-    lines = loss_rows(shape, TILES[:1], (16,), calls) if quick else loss_rows(shape, TILES, CODES)
-    tables.append(loss_table(shape, here["device"], lines))
+  for shape in (LossShape(64, 16, 1031),) if quick else SHAPES:
+    tables.append(loss_table(shape, here["device"], calls))
     yield here | {"note": NOTE.format(calls=calls), "tables": tables}
 
 
-def loss_rows(
-  shape: LossShape, tiles: Sequence, codes: Sequence[int], calls: int = CALLS
-) -> list[LossRow]:
-  """The rows of a shape."""
-  jax_row = lambda name, program: LossRow(name, partial(xla_cost, program, calls))
-  return [
-    jax_row("materialised (XLA)", partial(materialised, shape)),
-    jax_row("linear_log_prob", partial(tiled, shape, None)),
-    jax_row("linear_cross_entropy", partial(in_forward, shape)),
-    *(jax_row(f"  tile {n} x {v}", partial(tiled, shape, (n, v))) for n, v in tiles),
-    LossRow("CCE, all gradients", partial(cut_cross_entropy, shape, calls, None)),
-    LossRow("CCE, large gradients", partial(cut_cross_entropy, shape, calls, "high")),
-    LossRow("Liger", partial(liger, shape, calls)),
-    *(jax_row(f"codebook K={count}", partial(codebook_program, shape, count)) for count in codes),
-    jax_row("grouped", partial(grouped_program, shape)),
-  ]
-
-
-def loss_table(shape: LossShape, device: str, lines: Sequence[LossRow]) -> dict:
+def loss_table(shape: LossShape, device: str, calls: int) -> dict:
   """Measure and print the rows of a shape; failed rows keep their errors."""
-  found, work = {}, 6 * shape.tokens * shape.dim * shape.vocab
-  for line in lines:
-    measure.log(f"measuring {line.name.strip()}, {shape}")
+  measure.log(f"measuring XLA's programs, {shape}")
+  found, work = isolated(xla_costs, shape, calls), 6 * shape.tokens * shape.dim * shape.vocab
+  for name, cost in {
+    "Liger": partial(liger, shape, calls, False),
+    "Liger, float32 sums": partial(liger, shape, calls, True),
+    "CCE, all gradients": partial(cut_cross_entropy, shape, calls, None),
+    "CCE, large gradients": partial(cut_cross_entropy, shape, calls, "high"),
+  }.items():
+    measure.log(f"measuring {name}, {shape}")
     try:
-      # A device's peak of memory is never reset in a running process.
-      cost = isolated(line.cost)
+      found[name] = isolated(cost)._asdict()
     except Exception as error:  # out of memory, a dead process, a peer that is not there
-      text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-      found[line.name] = {"error": text}
-    else:
-      found[line.name] = cost._asdict() | {"tflops": work / cost.seconds / 1e12}
+      found[name] = {"error": _line(error)}
+  for row in found.values():
+    if "error" not in row:
+      row["tflops"] = work / row["seconds"] / 1e12
+      row["times_stored"] = row["seconds"] / found[STORED].get("seconds", math.nan)
   measure.show_rows(
     f"loss and gradient, {shape}, {device}",
-    ("", "ms", "TFLOP/s", "peak (compiler)", "peak (device)"),
+    ("", "ms", "times stored", "TFLOP/s", "temporaries, GiB"),
     [_cells(name, row) for name, row in found.items()],
   )
   for name, row in found.items():
     if "error" in row:
-      measure.say(f"{name.strip()}: {row['error']}")
+      measure.say(f"{name}: {row['error']}")
   return {"shape": shape._asdict(), "rows": found}
+
+
+def _line(error):
+  return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def _cells(name: str, row: dict) -> list[str]:
   if "error" in row:
     return [name, "failed", MISSING, MISSING, MISSING]
-  peaks = measure.mib(row["compiled_bytes"]), measure.mib(row["device_bytes"])
-  return [name, f"{row['seconds'] * 1e3:.1f}", f"{row['tflops']:.3g}", *peaks]
+  times = f"{row['seconds'] * 1e3:.1f}", f"{row['times_stored']:.2f}", f"{row['tflops']:.3g}"
+  return [name, *times, f"{row['temporaries'] / 2**30:.2f}"]
+
+
+def xla_costs(shape: LossShape, calls: int) -> dict[str, dict]:
+  """Costs of the programs of XLA, by name."""
+  data = losses.arrays(shape, jnp.bfloat16)
+  masked = jnp.where(jnp.arange(shape.tokens) % 2 == 0, data[2], -1)
+  mean = partial(linear_cross_entropy, reduction="mean")
+  log_prob = lambda scratch: lambda *x: -linear_log_prob(*x, scratch=scratch).mean()
+  ignoring = partial(mean, ignore_index=-1)
+  programs = {
+    STORED: (losses.gradient(losses.materialised_loss), data),
+    "mean": (losses.gradient(mean), data),
+    "mean, half of the tokens masked": (losses.gradient(ignoring), (*data[:2], masked)),
+    "log_prob": (losses.gradient(log_prob(None)), data),
+  }
+  for scratch in SCRATCH:
+    name = f"log_prob, scratch of {scratch / 2**30:.0f} GiB"
+    programs[name] = losses.gradient(log_prob(scratch)), data
+  sizes = shape.vocab, shape.dim
+  for name, head in {
+    f"codebook K={CODES}": CodebookHead(*sizes, CODES, param_dtype=jnp.bfloat16),
+    "grouped": GroupedHead(*sizes, param_dtype=jnp.bfloat16),
+  }.items():
+    programs[name] = loss_and_gradient(head, shape.tokens, jnp.bfloat16)
+  found = {}
+  for name, program in programs.items():
+    try:
+      # One after another: the results of two fill the memory.
+      timed = compare({name: program}, calls)[name]
+    except Exception as error:  # out of memory
+      found[name] = {"error": _line(error)}
+    else:
+      found[name] = LossCost(timed.seconds, timed.temp_bytes)._asdict()
+  return found
 
 
 def decoding(quick: bool) -> Iterator[dict[str, Any]]:
@@ -221,41 +240,6 @@ def machine() -> dict:
   return {"platform": first.platform, "device": first.device_kind, "versions": versions()}
 
 
-def xla_cost(program: Callable[[], Call], calls: int) -> LossCost:
-  """Cost of a program on the first device."""
-  timed = compare({"": program()}, rounds=calls)[""]
-  stats = jax.local_devices()[0].memory_stats() or {}
-  return LossCost(timed.seconds, timed.peak_bytes, stats.get("peak_bytes_in_use"))
-
-
-def materialised(shape: LossShape) -> Call:
-  """The program of the loss with materialised logits."""
-  return losses.gradient(losses.materialised_loss), losses.arrays(shape, jnp.bfloat16)
-
-
-def tiled(shape: LossShape, tile: tuple[int, int] | None) -> Call:
-  """The program of the tiled dense loss."""
-  return losses.gradient(losses.tiled_loss(tile)), losses.arrays(shape, jnp.bfloat16)
-
-
-def in_forward(shape: LossShape) -> Call:
-  """The program of the dense loss whose gradient is formed in the forward pass."""
-  loss = partial(linear_cross_entropy, reduction="mean")
-  return losses.gradient(loss), losses.arrays(shape, jnp.bfloat16)
-
-
-def codebook_program(shape: LossShape, codes: int) -> Call:
-  """The program of a codebook head's loss."""
-  head = CodebookHead(shape.vocab, shape.dim, codes, param_dtype=jnp.bfloat16)
-  return loss_and_gradient(head, shape.tokens, jnp.bfloat16)
-
-
-def grouped_program(shape: LossShape) -> Call:
-  """The program of a grouped head's loss."""
-  head = GroupedHead(shape.vocab, shape.dim, param_dtype=jnp.bfloat16)
-  return loss_and_gradient(head, shape.tokens, jnp.bfloat16)
-
-
 def versions() -> dict[str, str]:
   """Versions of the installed PyTorch peers."""
   found = {}
@@ -280,11 +264,15 @@ def cut_cross_entropy(shape: LossShape, calls: int, filter_eps: str | None) -> L
   return _cost(shape, calls, loss)
 
 
-def liger(shape: LossShape, calls: int) -> LossCost:
-  """Cost of Liger's fused linear cross-entropy (gradient in the forward pass)."""
+def liger(shape: LossShape, calls: int, wide: bool) -> LossCost:
+  """Cost of Liger's fused linear cross-entropy (gradient in the forward pass).
+
+  `wide` sums the gradient of the weight in float32, as the other programs here do.
+  """
+  import torch
   from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-  loss = LigerFusedLinearCrossEntropyLoss()
+  loss = LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32 if wide else None)
   return _cost(shape, calls, lambda hidden, weight, t: loss(weight, hidden, t))
 
 
@@ -299,6 +287,8 @@ def _cost(shape: LossShape, calls: int, loss: Callable) -> LossCost:
   tokens = torch.randint(shape.vocab, (shape.tokens,), device="cuda")
   hidden.requires_grad_()
   weight.requires_grad_()
+  # Arguments and gradients are not temporaries.
+  kept = 2 * torch.cuda.memory_allocated()
   torch.cuda.reset_peak_memory_stats()
   times = []
   # The first calls compile kernels and choose among them.
@@ -307,4 +297,5 @@ def _cost(shape: LossShape, calls: int, loss: Callable) -> LossCost:
     torch.autograd.grad(loss(hidden, weight, tokens), (hidden, weight))
     torch.cuda.synchronize()
     times.append(time.perf_counter() - start)
-  return LossCost(statistics.median(times[3:]), None, torch.cuda.max_memory_allocated())
+  peak = torch.cuda.max_memory_allocated()
+  return LossCost(statistics.median(times[3:]), max(0, peak - kept))

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.bench import losses
+from experiments.bench import cycles, losses
 from experiments.plan.isolated import isolated
 from experiments.studies import study_page
 from vqjax import (
@@ -35,7 +35,7 @@ from vqjax import (
   linear_cross_entropy,
 )
 from vqjax.lab import exits
-from vqjax.lab.plan import chips, compiling, cycles
+from vqjax.lab.plan import chips, compiling
 from vqjax.lab.report import units
 from vqjax.lab.training import provenance
 

@@ -10,7 +10,6 @@ from vqjax import (
   CompactEmbedding,
   DenseHead,
   DPQEmbedding,
-  MovingAverage,
   SoftmaxQuantizer,
 )
 from vqjax.convert import to_head
@@ -27,7 +26,6 @@ V, D, K, M = 53, 12, 6, 3
     (SoftmaxQuantizer(K, M), False),
     (CentroidQuantizer(K, M), True),
     (CentroidQuantizer(K, M, shared=True), False),
-    (CentroidQuantizer(K, M, moving_average=MovingAverage(decay=0.9)), True),
   ],
 )
 def test_the_head_of_a_compact_embedding_has_the_distribution_of_the_tied_head(

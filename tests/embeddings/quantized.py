@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from vqjax.quantizers import CentroidQuantizer, MovingAverage, Revival, SoftmaxQuantizer
+from vqjax.quantizers import CentroidQuantizer, SoftmaxQuantizer
 
 V, D, K, M = 53, 12, 6, 3
 
@@ -15,15 +15,13 @@ QUANTIZERS = {
   "sx additive": SoftmaxQuantizer(K, 5, D, additive=True),
   "sx narrow": SoftmaxQuantizer(K, M, 6, value_dim=D),
   "vq": CentroidQuantizer(K, M, D),
-  "vq averages": CentroidQuantizer(K, M, D, moving_average=MovingAverage()),
-  "vq revived": CentroidQuantizer(K, M, D, revival=Revival(0.9, decay=0.1)),
 }
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def trained(embedding, variables, tokens):
   """The result of a training call, and the updated collections."""
-  mutable, rngs = ["batch_stats", "centroids", "revival"], {"sample": jax.random.key(6)}
+  mutable, rngs = ["batch_stats"], {"sample": jax.random.key(6)}
   return embedding.apply(variables, tokens, False, method="loss_terms", mutable=mutable, rngs=rngs)
 
 

@@ -19,7 +19,7 @@ from vqjax import (
   assign,
 )
 from vqjax.embeddings import Int8Embedding, LowRankEmbedding, ProductEmbedding, ScalarEmbedding
-from vqjax.quantizers import CentroidQuantizer, FreeQuantizer, Revival, SoftmaxQuantizer
+from vqjax.quantizers import CentroidQuantizer, FreeQuantizer
 
 V, D = 229, 12
 FREE = FreeQuantizer(4, 3, 12, value_dim=6, additive=True, normalize=False)
@@ -40,9 +40,6 @@ CASES = {
   "guided": GuidedEmbedding(V, D, DenseEmbedding(V, D)),
   "guided, composed": GuidedEmbedding(V, D, COMPOSED),
   "vq shared": DPQEmbedding(V, D, CentroidQuantizer(6, 3, D, shared=True)),
-  "sx shared, revived": DPQEmbedding(
-    V, D, SoftmaxQuantizer(6, 3, D, shared=True, revival=Revival(0.9, decay=0.1))
-  ),
   **{name: DPQEmbedding(V, D, quantizer) for name, quantizer in QUANTIZERS.items()},
 }
 BY_REFERENCE = list(CASES)[:8]

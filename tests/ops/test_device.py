@@ -16,11 +16,11 @@ def caches(folder, **sizes):
 def test_tiles_of_a_cpu_fit_the_caches_that_it_reports(tmp_path, monkeypatch, level3):
   caches(tmp_path, L1=48, L2=1024, L3=level3)
   monkeypatch.setattr(device, "_CACHES", tmp_path)
-  device._cache_sizes.cache_clear()
+  device.of.cache_clear()
   try:
     alone, eighth = device.of("cpu"), device.of("cpu", devices=8)
   finally:
-    device._cache_sizes.cache_clear()
+    device.of.cache_clear()
   assert 4 * alone.tokens * alone.vocab <= max(level3 * 2**10 / 12, 2**20)
   assert eighth.tokens * eighth.vocab <= alone.tokens * alone.vocab
   assert eighth.kept * 8 == alone.kept < level3 * 2**10
@@ -28,11 +28,11 @@ def test_tiles_of_a_cpu_fit_the_caches_that_it_reports(tmp_path, monkeypatch, le
 
 def test_a_machine_that_reports_no_caches_has_limits(tmp_path, monkeypatch):
   monkeypatch.setattr(device, "_CACHES", tmp_path / "absent")
-  device._cache_sizes.cache_clear()
+  device.of.cache_clear()
   try:
     assert device.of("cpu").tokens == 512
   finally:
-    device._cache_sizes.cache_clear()
+    device.of.cache_clear()
 
 
 @pytest.mark.parametrize(

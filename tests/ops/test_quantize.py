@@ -25,28 +25,6 @@ def test_a_warm_forward_pass_is_the_softmax_with_its_true_gradient():
     check_grads(out, (jnp.asarray(x), jnp.asarray(values)), order=1, modes=["rev"])
 
 
-@pytest.mark.slow
-def test_the_rotation_takes_the_vector_to_its_centroid_and_passes_its_transpose():
-  x, row = normals(1, (7, 4), (7, 4))
-  rotate = lambda row, x: (quantize.rotated(row, x), jax.jacobian(quantize.rotated, 1)(row, x))
-  found, jacobian = jax.device_get(jax.jit(jax.vmap(rotate))(row, x))
-  np.testing.assert_array_equal(found, row)
-  for j, e, q in zip(*float64((jacobian, row, x))):
-    np.testing.assert_allclose(j @ q, e, atol=1e-5)
-    scale = np.linalg.norm(e) / np.linalg.norm(q)
-    np.testing.assert_allclose(j @ j.T / scale**2, np.eye(4), atol=1e-5)
-    assert np.linalg.det(j) > 0  # no reflection
-
-
-@pytest.mark.slow
-def test_vectors_of_zeros_and_opposite_ones_have_finite_gradients():
-  x = np.float32([[0, 0, 0], [1, 2, 3], [1, 2, 3]])
-  row = np.float32([[1, 1, 1], [-1, -2, -3], [0, 0, 0]])
-  cosine = lambda x: quantize.cosine_response(x[:, None], jnp.ones((1, 4, 3))).sum()
-  for loss in (lambda x: (quantize.rotated(row, x) ** 2).sum(), cosine):
-    assert np.isfinite(jax.jit(jax.grad(loss))(x)).all()
-
-
 def test_usage_counts_codes_and_its_perplexity_is_that_of_the_counts():
   codes = np.array([[0, 1], [0, 2], [3, 1], [0, 1]])
 

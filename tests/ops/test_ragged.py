@@ -19,9 +19,9 @@ SIZES = (7, 1, 4, 6, 3)
 COUNTS = (3, 2, 0, 53, 3)
 
 
-@pytest.fixture(params=["cpu", "gpu"])
+@pytest.fixture(params=["gpu", "tpu"])
 def path(request, monkeypatch):
-  """The loop of a CPU, and the ragged product of accelerators, which a CPU can do too."""
+  """The loop, and the ragged product of TPUs, which a CPU can do too."""
   monkeypatch.setattr(vocab_parallel, "platform", lambda: request.param)
   return request.param
 

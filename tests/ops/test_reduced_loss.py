@@ -1,5 +1,7 @@
 """Tests of sums of cross-entropies whose gradient is formed in the forward pass."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,3 +169,48 @@ def test_an_unknown_reduction_is_refused():
   hidden, weight, _, tokens, _ = operands()
   with pytest.raises(ValueError, match=r"`reduction` must be .* got 'max'"):
     softmax.linear_cross_entropy(hidden, weight, tokens, reduction="max")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+  ("shape", "axis"), [((2, 4), "model"), pytest.param((8, 1), None, marks=pytest.mark.slow)]
+)
+def test_on_a_mesh_every_device_forms_the_gradient_of_its_rows_and_tokens(shape, axis, masked):
+  hidden, weight, bias, tokens, token_weight = operands()
+  if masked:
+    token_weight[::2] = 0
+  options = {"token_weight": token_weight, "reduction": "sum", "label_smoothing": 0.1}
+
+  def loss(h, w, b, **given):
+    return softmax.linear_cross_entropy(h, w, tokens, b, **options, **given)
+
+  mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  with jax.set_mesh(mesh), limits():
+    on_mesh = functools.partial(loss, vocab_axis=axis, scratch=4 * V * 2)
+    assert is_formed_in_the_forward_pass(on_mesh, hidden, weight, bias)
+    value, found = jax.jit(jax.value_and_grad(on_mesh, (0, 1, 2)))(hidden, weight, bias)
+  run = jax.jit(jax.value_and_grad(lambda *x: loss(*x, tile=(N, V)), (0, 1, 2)))
+  expected, wanted = run(hidden, weight, bias)
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  for ours, other in zip(found, wanted):
+    np.testing.assert_allclose(ours, other, atol=2e-5)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_the_program_of_a_gpu_rounds_scores_and_nothing_else_to_bfloat16(reduction):
+  hidden, weight, bias, tokens, _ = operands(jnp.bfloat16)
+  share = np.linspace(0.5, 1.5, N, dtype=np.float32) if reduction == "none" else np.float32(N)
+
+  def total(h, w, b):
+    return (share * softmax.linear_cross_entropy(h, w, tokens, b, reduction=reduction)).sum()
+
+  gpu = device.of("gpu")._replace(tokens=16, vocab=64, balance=0.0, scratch=2 * V * 16)
+  with device.using(gpu):
+    value, found = jax.jit(jax.value_and_grad(total, (0, 1, 2)))(hidden, weight, bias)
+  each = -reference.linear_log_prob(hidden, weight, tokens, bias)
+  share = np.broadcast_to(share / (1 if reduction == "none" else N), N)
+  # Half a unit of 8 bits of scores of up to 8, and 37 tokens.
+  np.testing.assert_allclose(value, (share * each).sum(), rtol=2e-3)
+  exact = reference.linear_gradients(hidden, weight, tokens, -np.float64(share), bias)
+  for ours, wanted in zip(found, exact):
+    assert np.linalg.norm(np.float64(ours) - wanted) < 8e-3 * np.linalg.norm(wanted)

@@ -11,8 +11,14 @@ import pytest
 
 from tests import reference
 from tests.ops.exact import compare, float64, normals
-from vqjax.ops.scores import ScoreOptions
-from vqjax.ops.softmax import linear_cross_entropy, linear_scores, linear_softmax
+from vqjax.ops import device
+from vqjax.ops.scores import OutputFunction, ScoreOptions
+from vqjax.ops.softmax import (
+  linear_cross_entropy,
+  linear_log_prob,
+  linear_scores,
+  linear_softmax,
+)
 
 EVERYTHING = {
   "log_prob": {},
@@ -287,3 +293,75 @@ def test_narrow_tokens_do_not_wrap_to_the_index_that_is_ignored():
   narrow, wide = run(np.uint8([1, 100, 2]), np.array([1, 2**32 - 100, 2], np.uint32))
   np.testing.assert_allclose(narrow, np.full(3, np.log(300)), rtol=1e-6)
   np.testing.assert_allclose(wide, np.log(300) * np.array([1, 0, 1]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scratch", [0, 3 * 4 * 13 * 64, 2**20])
+def test_kept_scores_of_some_or_all_rows_change_nothing(scratch):
+  n, v = 13, 211
+  hidden, weight, bias, cotangent = *normals(0, (n, 6), (v, 6), (v,)), *normals(7, (n,))
+  bias[70:80] = -np.inf
+  tokens = np.random.default_rng(1).integers(0, 70, n)
+
+  def run(h, w, b):
+    total = lambda *x: linear_log_prob(
+      x[0], x[1], tokens, x[2], softcap=5.0, temperature=0.7, scratch=scratch
+    )
+    value, pull = jax.vjp(total, h, w, b)
+    return value, pull(cotangent)
+
+  with device.using(device.current()._replace(tokens=8, vocab=64, kept=0)):
+    value, found = jax.jit(run)(hidden, weight, bias)
+  scores = 5 * np.tanh((np.float64(hidden) @ np.float64(weight).T + bias) / 5) / 0.7
+  scores[:, np.isneginf(bias)] = -np.inf
+  expected = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+  np.testing.assert_allclose(value, expected[np.arange(n), tokens], atol=1e-5)
+  d_scores = cotangent[:, None] * (np.eye(v)[tokens] - np.exp(expected))
+  d_raw = d_scores * (1 - (np.where(np.isneginf(scores), 0, scores) * 0.7 / 5) ** 2) / 0.7
+  exact = d_raw @ np.float64(weight), d_raw.T @ np.float64(hidden), d_raw.sum(axis=0)
+  for ours, wanted in zip(found, exact):
+    np.testing.assert_allclose(ours, wanted, atol=2e-5)
+
+
+class Counted(OutputFunction):
+  """The scores, and a count of the tiles that were computed."""
+
+  def __init__(self):
+    self.tiles = 0
+
+  def __call__(self, score):
+    jax.debug.callback(self.add)
+    return score
+
+  def slope(self, result):
+    return jnp.ones_like(result)
+
+  def add(self):
+    self.tiles += 1
+
+
+@pytest.mark.parametrize("counted", [0, 1, 64, 65, 256])
+def test_tokens_that_are_left_out_are_not_scored(counted):
+  n, v, function = 256, 32, Counted()
+  hidden, weight = normals(0, (n, 6), (v, 6))
+  tokens, mask = np.arange(n) % v, np.zeros(n, bool)
+  mask[np.random.default_rng(1).permutation(n)[:counted]] = True
+  hidden[~mask] = np.nan
+
+  def run(h, w):
+    log_prob = lambda *x: linear_softmax(*x, tokens, mask=mask, output=function).log_prob
+    value, pull = jax.vjp(log_prob, h, w)
+    return value, pull(jnp.linspace(1, 2, n))
+
+  with device.using(device.current()._replace(tokens=64, vocab=v, kept=0)):
+    value, found = jax.block_until_ready(jax.jit(run)(hidden, weight))
+  jax.effects_barrier()
+  # Tiles of 64 tokens by all rows, forward and backward.
+  assert function.tiles == 2 * -(-counted // 64)
+  expected = np.zeros(n)
+  expected[mask] = reference.linear_log_prob(hidden[mask], weight, tokens[mask])
+  np.testing.assert_allclose(value, expected, atol=1e-5)
+  cotangent = np.linspace(1, 2, n)[mask]
+  exact = reference.linear_gradients(hidden[mask], weight, tokens[mask], cotangent)
+  np.testing.assert_allclose(found[0][mask], exact[0], atol=2e-5)
+  assert not found[0][~mask].any()
+  np.testing.assert_allclose(found[1], exact[1], atol=2e-5)

@@ -34,7 +34,7 @@ def training_call(quantizer, variables, x, mask=None):
     True,
     mask,
     method="quantized",
-    mutable=["batch_stats", "centroids", "revival"],
+    mutable=["batch_stats"],
     rngs={"sample": jax.random.key(7)},
   )
 

@@ -4,7 +4,6 @@ An assignment is int32 [V], token -> code. `CodebookHead(assignment_init=...)` t
 function (vocab, codes) -> assignment: `contiguous`, `Random`, `FrequentAlone`.
 """
 
-from vqjax.assign.assignment_files import load_assignment, save_assignment
 from vqjax.assign.bisection import bisected
 from vqjax.assign.blocks import FrequentAlone, Random, contiguous, equal_count, equal_mass
 from vqjax.assign.checks import Assignment, Given, check_shape, checked_assignment
@@ -43,7 +42,5 @@ __all__ = [
   "floor",
   "frequent_alone",
   "grouping",
-  "load_assignment",
   "memory_groups",
-  "save_assignment",
 ]

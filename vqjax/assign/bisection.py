@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from vqjax.assign.checks import check_codes, checked_rows
+from vqjax.assign.checks import checked_rows
 from vqjax.ops.groups import group_starts
 
 __all__ = ["bisected"]
@@ -45,7 +45,6 @@ def bisected(
   """
   rows = checked_rows(embeddings, clusters)
   vocab, dim = rows.shape
-  check_codes(vocab, clusters)
   if metric is not None:
     if np.shape(metric) != (dim, dim):
       raise ValueError(

@@ -35,7 +35,6 @@ class Random:
   seed: int = 0
 
   def __call__(self, vocab: int, codes: int) -> Int[np.ndarray, "V"]:
-    """Assignment, int32 [V]."""
     return np.random.default_rng(self.seed).permutation(contiguous(vocab, codes))
 
 
@@ -57,7 +56,6 @@ class FrequentAlone:
   fraction: float = 0.75
 
   def __call__(self, vocab: int, codes: int) -> Int[np.ndarray, "V"]:
-    """Assignment, int32 [V]."""
     if not 0 <= self.fraction < 1:
       raise ValueError(
         f"`fraction` must be in [0, 1), so that the other tokens have a code; got {self.fraction}."

@@ -81,14 +81,11 @@ def frequent_alone(
 
   The codeword of a token that has a code of its own is its embedding.
 
+  All other arguments are those of `by_kmeans`.
+
   Args:
-    embeddings: one row for each token, [V, D].
-    codes: number of codes, K.
     counts: number of occurrences of each token, [V].
     alone: number of tokens with a code of their own, less than `codes`.
-    key: source of randomness for the initial centroids.
-    weights: weight of each token in k-means, [V]; None: equal weights.
-    iterations: maximum number of Lloyd iterations.
 
   Raises:
     ValueError: for the reasons of `by_kmeans`; the counts are not valid; `alone` is outside
@@ -131,12 +128,10 @@ def balanced_kmeans(
   It starts from the centroids of `by_kmeans`, then alternates between `assigned_within` and
   weighted means as long as that lowers the sum of weighted squared distances.
 
+  All other arguments are those of `by_kmeans`.
+
   Args:
-    embeddings: one row for each token, [V, D].
-    codes: number of codes, K.
-    key: source of randomness for the initial centroids.
     capacity: largest number of tokens on a code; None: ceil(V / K).
-    weights: weight of each token, at least 0, [V]; None: equal weights.
     iterations: maximum number of Lloyd iterations, and of alternations after them.
 
   Raises:
@@ -170,12 +165,6 @@ def assigned_within(
   every `PATIENCE` rounds, and the bound with it. Weights below 1/1000 of their mean are raised to
   that. Source: Bertsekas and Castanon, "The auction algorithm for the transportation problem",
   Annals of Operations Research 20 (1989), Section 3.
-
-  Args:
-    embeddings: one row for each token, [V, D].
-    centers: the codebook, [K, D].
-    capacity: largest number of tokens on a code.
-    weights: weight of each token, at least 0, [V]; None: equal weights.
 
   Raises:
     ValueError: rows are not finite, weights are not valid, or the codes cannot hold all tokens.

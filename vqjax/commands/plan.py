@@ -29,9 +29,10 @@ examples:
   vqjax plan configs/lm_8b.py --devices 64 --device-kind H100 --vocab 131072
   vqjax plan configs/lm_1b.py --help   every field, its type and default
 
-No TPU or GPU is needed. The step of a TPU is compiled by its own compiler. That of a GPU is
-partitioned for simulated devices: what it computes and sends is exact before the GPU's compiler
-joins or moves anything, its temporaries are those of a CPU's compiler."""
+No TPU or GPU is needed. The step of a TPU is compiled by its own compiler, and so is that of a GPU
+where jax[cuda13] is installed: pip install '.[plan-gpu]'. Without it the step of a GPU is
+partitioned for simulated devices, and its temporaries are those of a CPU's compiler. What a GPU
+computes and sends is counted before its compiler joins or moves anything."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   )
   option(parser, "--topology", "TPUs, such as v5e:4x4", metavar="KIND:SIZE")
   option(parser, "--devices", "this many GPUs", int)
-  option(parser, "--device-kind", "of --devices: A100, H100 or H200", default="H100")
+  option(parser, "--device-kind", "of --devices: A100, H100, H200 or B200", default="H100")
   option(parser, "--vocab", "tokens, whatever the config says", int, metavar="V")
   option(parser, "--json", "write the plan to FILE", pathlib.Path)
   return with_config(parser, arguments, _plan)
@@ -68,6 +69,9 @@ def _planned(experiment: Experiment, options: argparse.Namespace) -> dict[str, A
   if options.topology is not None:
     chip, devices = chips.tpu(options.topology), compiling.tpu_devices(options.topology)
   else:
-    chip, devices = chips.gpu(options.device_kind), compiling.simulated_devices(options.devices)
+    chip, devices = (
+      chips.gpu(options.device_kind),
+      compiling.gpu_devices(options.device_kind, options.devices),
+    )
   mesh = make_mesh(experiment.train.mesh, devices)
   return {"topology": options.topology} | step_plan(experiment, mesh, chip)

@@ -470,14 +470,4 @@ def clustered(
   )
   clusters = to_clusters(form, np.asarray(vectors), key=key, iterations=iterations)
   centers = np.asarray(clusters["params"]["values"], np.float32)
-  # Statistics of revival restart: all centroids count as used, and none is displaced.
-  if "revival" in variables:
-    revival = {"chosen": np.ones(centers.shape[:2], np.float32)}
-    if quantizer.moving_average is None:
-      revival["offset"] = np.zeros_like(centers)
-    variables = {**variables, "revival": revival}
-  if quantizer.moving_average is None:
-    return {**variables, "params": {**variables["params"], "centroids": centers}}
-  # A moving average is total / count: with counts of one the totals are the centroids.
-  count = np.ones(centers.shape[:2], np.float32)
-  return {**variables, "centroids": {"count": count, "total": centers}}
+  return {**variables, "params": {**variables["params"], "centroids": centers}}

@@ -36,7 +36,6 @@ class ByFrequency:
   """Tokens by falling frequency; ties by token id."""
 
   def __call__(self, stats: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
-    """The token at each position."""
     del sizes
     return by_frequency(stats.counts)
 
@@ -52,7 +51,6 @@ class Shuffled:
   seed: int = 0
 
   def __call__(self, stats: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
-    """The token at each position."""
     del sizes
     return np.random.default_rng(self.seed).permutation(len(stats.counts))
 
@@ -75,7 +73,6 @@ class ByClusters:
     object.__setattr__(self, "mapping", as_mapping(self.mapping))
 
   def __call__(self, stats: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
-    """The token at each position."""
     groups = len(sizes)
     cluster = assign.checked_assignment(self.mapping(stats, groups), len(stats.counts), groups)
     largest_first = lambda sizes: np.argsort(-sizes, kind="stable")

@@ -131,7 +131,6 @@ class FrequencyBins:
   equal_mass: bool = False
 
   def __call__(self, stats: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
-    """Assignment, int32 [V]."""
     bins = assign.equal_mass if self.equal_mass else assign.equal_count
     return bins(stats.counts, codes)
 
@@ -149,7 +148,6 @@ class Brown:
   sweeps: int = 5
 
   def __call__(self, stats: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
-    """Assignment, int32 [V]."""
     pairs = assign.bigrams(stats.tokens, len(stats.counts))
     return assign.exchange(pairs, codes, token_bias=self.token_bias, sweeps=self.sweeps).assignment
 
@@ -169,7 +167,6 @@ class Fixed:
       object.__setattr__(self, "assignment", assign.Given(self.assignment))
 
   def __call__(self, stats: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
-    """Assignment, int32 [V]."""
     vocab = len(stats.counts)
     return assign.checked_assignment(self.assignment(vocab, codes), vocab, codes)
 
@@ -264,7 +261,6 @@ class ContextKMeans:
   iterations: int = 20
 
   def __call__(self, stats: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
-    """Assignment, int32 [V]."""
     stats = stats._replace(output=_embedded_contexts(stats, self.width, self.seed))
     kmeans = KMeans(power=self.power, alone=self.alone, seed=self.seed, iterations=self.iterations)
     return kmeans(stats, codes)

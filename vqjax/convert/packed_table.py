@@ -63,12 +63,7 @@ class PackedTable:
   def head(
     self, bias: Float[np.ndarray, "V"] | None = None, **fields: Any
   ) -> tuple[PackedHead, dict]:
-    """The head that scores these rows and its variables.
-
-    Args:
-      bias: score of each token; None: the head has none.
-      fields: further fields of the head, as `softcap` and `vocab_axis`.
-    """
+    """The head that scores these rows and its variables."""
     variables = self._variables()
     if bias is not None:
       variables["params"]["bias"] = np.asarray(bias, np.float32)

@@ -39,14 +39,7 @@ class LikelyTokens(NamedTuple):
 def likely_tokens(
   head: DenseHead, variables: Variables, hidden: Float[np.ndarray, "N D"], k: int = 32
 ) -> LikelyTokens:
-  """What centroids are trained for: it takes a pass over the weight for each 256 states.
-
-  Args:
-    head: the dense head.
-    variables: its variables.
-    hidden: hidden states.
-    k: number of tokens of each state.
-  """
+  """What centroids are trained for: it takes a pass over the weight for each 256 states."""
 
   @jax.jit
   def best(variables, hidden):

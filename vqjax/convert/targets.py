@@ -94,7 +94,6 @@ class ToDense:
   """`DenseHead` variables: the rows themselves."""
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; ValueError for a head of another class."""
     check_kind(head, DenseHead, self)
     return {"params": {"weight": stats.output} | _bias(stats, head)}
 
@@ -116,7 +115,6 @@ class ToCodebook:
     object.__setattr__(self, "mapping", as_mapping(self.mapping))
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; ValueError for a head of another class."""
     check_kind(head, CodebookHead, self)
     code = self.mapping(stats, head.codes)
     params = {"codebook": _means(stats.output, stats.counts + 1.0, code, head.codes)}
@@ -143,7 +141,6 @@ class ToResidual:
     object.__setattr__(self, "mapping", as_mapping(self.mapping))
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; ValueError for a head of another class."""
     check_kind(head, ResidualCodebookHead, self)
     code = self.mapping(stats, head.codes)
     weights = (stats.counts + 1.0) ** self.power
@@ -172,7 +169,6 @@ class ToLowRank:
   power: float = 0.5
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; ValueError for a head of another class."""
     check_kind(head, LowRankHead, self)
     weights = (stats.counts + 1.0) ** self.power
     low, up = _low_rank(stats.output, weights, head.rank)
@@ -194,7 +190,6 @@ class ToProduct:
   iterations: int = 25
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; ValueError for a head of another class."""
     check_kind(head, ProductHead, self)
     tables, codes = self.clustered(stats, head)
     params = {"tables": tables} | _bias(stats, head)
@@ -223,7 +218,6 @@ class ToLearnedProduct:
   start: ToProduct = dataclasses.field(default_factory=ToProduct)
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; ValueError for a head of another class."""
     check_kind(head, LearnedProductHead, self)
     tables, _ = self.start.clustered(stats, head)
     return {"params": {"tables": tables, "latent": stats.output} | _bias(stats, head)}
@@ -244,7 +238,6 @@ class ToLearnedCodebook:
     object.__setattr__(self, "mapping", as_mapping(self.mapping))
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; ValueError for a head of another class."""
     check_kind(head, LearnedCodebookHead, self)
     code = self.mapping(stats, head.codes)
     codebook = _means(stats.output, stats.counts + 1.0, code, head.codes)

@@ -56,7 +56,6 @@ class CodebookEmbedding(Embedding):
     }
 
   def check(self) -> None:
-    """Check the number of codes."""
     check_codes(self.vocab, self.codes)
 
   def flops_per_token(self) -> int:

@@ -42,16 +42,8 @@ CHUNK = 2**22
 class _CompactFile:
   """The vectors of a compact embedding, read from the file on access.
 
-  Attributes:
-    data: uint8, the bit-packed codes, a memory map.
-    values: float32 [M or 1, K, C], a memory map.
-    vocab: number of tokens, V.
-    dim: width of the vectors, D.
-    codes: number of values that a code chooses from, K.
-    subspaces: number of codes of a token, M.
-    additive: whether a vector is the mean of its values; otherwise their concatenation.
-    dtype: the dtype to which `CompactEmbedding` rounds the vectors; here they are float32.
-    bias: float32 [V], the output bias, a memory map; None: the file has none.
+  It has the attributes of `CompactEmbedding`, whose arrays are memory maps. The vectors are float32
+  and not rounded to `dtype`.
   """
 
   def __init__(self, data, values, *, vocab, dim, codes, subspaces, additive, dtype, bias=None):

@@ -59,7 +59,6 @@ class ComposedEmbedding(Embedding):
     }
 
   def check(self) -> None:
-    """Check the vocabulary of the inner embedding and the width of the hidden layer."""
     if self.inner.vocab != self.vocab:
       raise ValueError(
         f"`inner` must have vocab {self.vocab}; got {self.inner.vocab}. Give both the same."

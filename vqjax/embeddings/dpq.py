@@ -79,7 +79,6 @@ class DPQEmbedding(Embedding):
     }
 
   def check(self) -> None:
-    """Check the width of the quantiser's results."""
     if self.quantizer.width != self.dim:
       raise ValueError(
         f"`quantizer` must make vectors of width dim={self.dim}; got width {self.quantizer.width}."

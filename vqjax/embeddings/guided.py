@@ -50,7 +50,6 @@ class GuidedEmbedding(Embedding):
     return {"student": self.student, "table": guide}
 
   def check(self) -> None:
-    """Check the student and the coefficient."""
     if (self.student.vocab, self.student.dim) != (self.vocab, self.dim):
       raise ValueError(
         f"`student` must have vocab {self.vocab} and dim {self.dim}; got {self.student.vocab} and"
@@ -72,7 +71,6 @@ class GuidedEmbedding(Embedding):
     return vectors, terms | {"guide": self.weight * mean_over(square, known)}
 
   def parts(self) -> dict[str, Any]:
-    """The variables of the student."""
     return self.student.parts()
 
   def rows_of(self, arrays: Arrays) -> RowFactory:
@@ -80,5 +78,4 @@ class GuidedEmbedding(Embedding):
     return self.student.rows_of(arrays)
 
   def inference_size(self) -> Size:
-    """The size of the student for inference."""
     return self.student.inference_size()

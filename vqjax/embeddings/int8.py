@@ -60,7 +60,6 @@ class Int8Embedding(Embedding):
     }
 
   def check(self) -> None:
-    """Check that the groups divide a row."""
     if self.group < 1 or self.dim % self.group:
       raise ValueError(
         f"`group` must divide dim {self.dim}; got {self.group}. 32 is usual, and {self.dim} gives a"

@@ -41,7 +41,6 @@ class LowRankEmbedding(Embedding):
     }
 
   def check(self) -> None:
-    """Check the rank."""
     most = min(self.vocab, self.dim)
     if not 1 <= self.rank <= most:
       raise ValueError(

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from vqjax.assign.multiple import code_dtype
 from vqjax.embeddings.base import Arrays, Embedding
+from vqjax.layer import Layer
 from vqjax.ops import trellis, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.types import Dtype
@@ -54,60 +55,13 @@ def two_bits(row_groups: int, dim: int) -> np.ndarray:
   return np.full((row_groups, dim), 2)
 
 
-def declared_rows(layer: Any) -> Declaration:
-  """The variables of packed rows of a layer with `PackedEmbedding`'s fields."""
-  v, d, c = layer.vocab, layer.dim, layer.row_groups
-  units = _default_units(v, d) if layer.units is None else layer.units
-  of_group = ("row_groups", "coordinates")
-  identity = lambda key, shape, dtype: jnp.eye(*shape, dtype=dtype)
-  width = lambda: np.asarray(layer.width_init(c, d))
-  declared = {
-    "stream": Variable((units,), ("units",), layer.stream_init, jnp.uint16, "codes"),
-    "size": integer_variable((c,), ("row_groups",), lambda: np.asarray(layer.size_init(v, c))),
-    "width": integer_variable((c, d), of_group, width, jnp.uint8),
-    "scale": Variable((c, d), of_group, layer.scale_init or _unit_rows, layer.param_dtype),
-    "center": Variable((c, d), of_group, nn.initializers.zeros_init(), layer.param_dtype),
-    "inverse": Variable((d, d), ("coordinates", "basis"), identity, layer.param_dtype),
-  }
-  if layer.is_ranked:
-    declared["rank"] = integer_variable(
-      (v,), ("vocab",), lambda: np.arange(v), code_dtype(v), pad_value=0
-    )
-  return declared
-
-
-def check_packed_rows(layer: Any) -> None:
-  """Check the fields that `declared_rows` reads."""
-  if not 1 <= layer.row_groups <= layer.vocab:
-    raise ValueError(
-      f"`row_groups` must be in [1, vocab]; got {layer.row_groups} for vocab {layer.vocab}."
-      " 16 are usual."
-    )
-  if layer.units is not None and layer.units < 1:
-    raise ValueError(
-      f"`units` must be at least 1; got {layer.units}. Two bits for each number are"
-      f" {_default_units(layer.vocab, layer.dim)} elements."
-    )
-
-
 def _unit_rows(key, shape, dtype):
   del key
   return jnp.full(shape, shape[-1] ** -0.5, dtype)
 
 
-def code_of(layer: Any) -> trellis.Code:
-  """How a layer with the fields of `PackedEmbedding` reads its bits."""
-  return trellis.TRELLIS if layer.is_trellis else trellis.LEVELS
-
-
-class PackedEmbedding(Embedding):
-  """Rows packed as strings of bits, more of them for frequent tokens.
-
-  A row is (center + scale · values) @ inverse: center and scale belong to its row group of like
-  probability, and the values are read from its bits (`vqjax.ops.trellis`). The bits, the widths and
-  the ranks are of the collection `codes`: they come from `vqjax.tables.pack` and are never
-  trained; centres, scales and the inverse are parameters. Given as the `embedding` of a
-  `PackedHead`, the same object ties the two.
+class PackedRows(Layer):
+  """Base class of layers with rows that are packed as strings of bits.
 
   Attributes:
     row_groups: number of row groups, C.
@@ -120,11 +74,9 @@ class PackedEmbedding(Embedding):
     size_init: (vocab, row_groups) -> int [C], the tokens of each row group by rank.
     width_init: (row_groups, dim) -> int [C, D], the bits of each number, 0 to 8.
     scale_init: initialiser of the [C, D] scales; None: rows of mean square length 1.
-    dtype: dtype of the returned vectors; None: `param_dtype`.
-    param_dtype: dtype of the parameters.
   """
 
-  row_groups: int
+  row_groups: int = 1
   units: int | None = None
   is_ranked: bool = True
   is_trellis: bool = True
@@ -132,16 +84,63 @@ class PackedEmbedding(Embedding):
   size_init: Any = even_sizes
   width_init: Any = two_bits
   scale_init: Initializer | None = None
-  dtype: Dtype | None = None
-  param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
     """The stream, sizes, widths and ranks, the scales, the centres and the inverse."""
-    return declared_rows(self)
+    v, d, c, dtype = self.vocab, self.dim, self.row_groups, self.param_dtype
+    units = _default_units(v, d) if self.units is None else self.units
+    of_group = ("row_groups", "coordinates")
+    identity = lambda key, shape, dtype: jnp.eye(*shape, dtype=dtype)
+    width = lambda: np.asarray(self.width_init(c, d))
+    declared = {
+      "stream": Variable((units,), ("units",), self.stream_init, jnp.uint16, "codes"),
+      "size": integer_variable((c,), ("row_groups",), lambda: np.asarray(self.size_init(v, c))),
+      "width": integer_variable((c, d), of_group, width, jnp.uint8),
+      "scale": Variable((c, d), of_group, self.scale_init or _unit_rows, dtype),
+      "center": Variable((c, d), of_group, nn.initializers.zeros_init(), dtype),
+      "inverse": Variable((d, d), ("coordinates", "basis"), identity, dtype),
+    }
+    if self.is_ranked:
+      declared["rank"] = integer_variable(
+        (v,), ("vocab",), lambda: np.arange(v), code_dtype(v), pad_value=0
+      )
+    return declared
 
   def check(self) -> None:
-    """Check the row groups and the stream."""
-    check_packed_rows(self)
+    super().check()
+    if not 1 <= self.row_groups <= self.vocab:
+      raise ValueError(
+        f"`row_groups` must be in [1, vocab]; got {self.row_groups} for vocab {self.vocab}."
+        " 16 are usual."
+      )
+    if self.units is not None and self.units < 1:
+      raise ValueError(
+        f"`units` must be at least 1; got {self.units}. Two bits for each number are"
+        f" {_default_units(self.vocab, self.dim)} elements."
+      )
+
+  @property
+  def code(self) -> trellis.Code:
+    """How the bits are read."""
+    return trellis.TRELLIS if self.is_trellis else trellis.LEVELS
+
+
+class PackedEmbedding(PackedRows, Embedding):
+  """Rows packed as strings of bits, more of them for frequent tokens.
+
+  A row is (center + scale · values) @ inverse: center and scale belong to its row group of like
+  probability, and the values are read from its bits (`vqjax.ops.trellis`). The bits, the widths and
+  the ranks are of the collection `codes`: they come from `vqjax.tables.pack` and are never
+  trained; centres, scales and the inverse are parameters. Given as the `embedding` of a
+  `PackedHead`, the same object ties the two.
+
+  Attributes:
+    dtype: dtype of the returned vectors; None: `param_dtype`.
+    param_dtype: dtype of the parameters.
+  """
+
+  dtype: Dtype | None = None
+  param_dtype: Dtype = jnp.float32
 
   def flops_per_token(self) -> int:
     """The product with the inverse, and a multiply-add for each number."""
@@ -150,12 +149,12 @@ class PackedEmbedding(Embedding):
   def _vectors(self, arrays: Arrays, token: Int[Array, "*B"]) -> Float[Array, "*B D"]:
     rank = self._lookup(arrays["rank"], token, jnp.int32) if self.is_ranked else token
     place = trellis.row_starts(rank.reshape(-1), arrays["size"], arrays["width"])
-    row = code_of(self).rows(place, _shared(arrays)).reshape(*token.shape, self.dim)
+    row = self.code.rows(place, _shared(arrays)).reshape(*token.shape, self.dim)
     return row.astype(self.dtype or self.param_dtype)
 
   def rows_of(self, arrays: Arrays) -> RowFactory:
     """The rows, composed a tile at a time."""
-    return RowFactory(*placed_rows(arrays, self.vocab, self.vocab_axis), code_of(self).rows)
+    return RowFactory(*placed_rows(arrays, self.vocab, self.vocab_axis), self.code.rows)
 
   def _table(self) -> Float[Array, "V D"]:
     # Values are float32, whatever the parameters are.

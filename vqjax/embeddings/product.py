@@ -67,7 +67,6 @@ class ProductEmbedding(Embedding):
     }
 
   def check(self) -> None:
-    """Check the numbers of codes and subspaces."""
     if self.codes < 1 or self.subspaces < 1:
       raise ValueError(
         f"`codes` and `subspaces` must be at least 1; got {self.codes} and {self.subspaces}. 32 and"

@@ -50,7 +50,6 @@ class ScalarEmbedding(Embedding):
     }
 
   def check(self) -> None:
-    """Check the number of bits."""
     _check_bits(self.bits)
 
   def flops_per_token(self) -> int:

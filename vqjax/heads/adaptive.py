@@ -28,7 +28,6 @@ from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.adaptive import Section, cluster_log_prob, concatenate_blocks
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded
-from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 __all__ = ["AdaptiveHead"]
@@ -58,8 +57,6 @@ class AdaptiveHead(Head):
     head_init: initialiser of the [cutoff + clusters, D] weight of the first softmax.
     down_init: initialiser of the [width, D] projections.
     tail_init: initialiser of the [rows, width] weights of the clusters.
-    dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weights.
-    param_dtype: dtype of the parameters.
   """
 
   cutoffs: tuple[int, ...]
@@ -67,8 +64,6 @@ class AdaptiveHead(Head):
   head_init: Initializer = row_init
   down_init: Initializer = row_init
   tail_init: Initializer = row_init
-  dtype: Dtype | None = None
-  param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
     """The first softmax's weight, and each cluster's projection and weight."""
@@ -115,12 +110,9 @@ class AdaptiveHead(Head):
       )
     return tuple(Cluster(a, b - a, w) for a, b, w in zip(ends, ends[1:], widths))
 
-  def _dtype(self, arrays, hidden):
-    return self.dtype or jnp.promote_types(hidden.dtype, arrays["head"].dtype)
-
   def _project(self, arrays, hidden, cluster):
     """down · hidden of a cluster, in float32."""
-    dtype = self._dtype(arrays, hidden)
+    dtype = self._operand_dtype(hidden, arrays["head"])
     return softmax.linear_scores(hidden, arrays[f"down_{cluster}"], dtype=dtype)
 
   def _log_prob(self, arrays, hidden, token, temperature):
@@ -128,7 +120,7 @@ class AdaptiveHead(Head):
     # At another temperature the mass of a cluster is a sum over its tokens: all are scored.
     if temperature != 1:
       return super()._log_prob(arrays, hidden, token, temperature)
-    options = {"dtype": self._dtype(arrays, hidden), "vocab_axis": self.vocab_axis}
+    options = {"dtype": self._operand_dtype(hidden, arrays["head"]), "vocab_axis": self.vocab_axis}
     # 0 for a token of the first softmax, i + 1 for one of cluster i.
     where = jnp.searchsorted(jnp.asarray(self.cutoffs), token, side="right")
     # The row of cluster i is the i-th behind the tokens of the first softmax.
@@ -159,7 +151,7 @@ class AdaptiveHead(Head):
 
   def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities, first of the first softmax and then of each cluster."""
-    dtype, axis = self._dtype(arrays, hidden), self.vocab_axis
+    dtype, axis = self._operand_dtype(hidden, arrays["head"]), self.vocab_axis
     head, first, clusters = arrays["head"], self.cutoffs[0], self.clusters()
     options = ScoreOptions(dtype=dtype, vocab_axis=axis)
 

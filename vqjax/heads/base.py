@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any, final
@@ -47,7 +48,8 @@ from vqjax.ops.gradient_share import GradientShare, gradient_share
 from vqjax.ops.sampling import Blocks, SamplingOptions
 from vqjax.ops.scores import check_temperature
 from vqjax.ops.vocab_parallel import Sharded
-from vqjax.ops.vocabulary import check_arrays, check_mask, in_vocabulary, widened
+from vqjax.ops.vocabulary import check_arrays, check_mask, in_vocabulary, mean_over, widened
+from vqjax.types import Dtype
 
 __all__ = ["Head"]
 
@@ -73,11 +75,15 @@ class Head(Layer):
     dim: width of the hidden vectors, D.
     vocab_axis: mesh axis over which the vocabulary is sharded (`jax.set_mesh`). None, or without
       a mesh: every device holds the whole vocabulary.
+    dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weights.
+    param_dtype: dtype of the parameters.
   """
 
   vocab: int
   dim: int
   vocab_axis: str | None = dataclasses.field(default=None, kw_only=True)
+  dtype: Dtype | None = dataclasses.field(default=None, kw_only=True)
+  param_dtype: Dtype = dataclasses.field(default=jnp.float32, kw_only=True)
 
   @final
   def __call__(self, hidden: Float[ArrayLike, "*B D"]) -> Float[Array, "*B V"]:
@@ -338,6 +344,10 @@ class Head(Layer):
     allowed = None if allowed is None else jnp.asarray(allowed)
     return self._on_devices(body, hidden, key, allowed)
 
+  def _operand_dtype(self, hidden: Array, weight: Array) -> Dtype:
+    """The dtype of a product's operands."""
+    return jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+
   def _padded_bias(self, name: str) -> Sharded:
     """A bias [V] that removes the rows which pad a device's part.
 
@@ -367,3 +377,45 @@ class Head(Layer):
       raise ValueError(
         f"`k` must be an integer in [1, vocab]; got {k} for vocab {self.vocab}. 50 is usual."
       )
+
+
+class RegularizedHead(Head):
+  """Base class of heads whose training loss may have z-loss and label smoothing.
+
+  Attributes:
+    z_loss: coefficient of the mean squared log-normaliser in the training loss.
+    label_smoothing: part of the target, in [0, 1), that is spread evenly over the vocabulary in
+      the training loss; `log_prob` is of the token itself.
+  """
+
+  z_loss: float = dataclasses.field(default=0.0, kw_only=True)
+  label_smoothing: float = dataclasses.field(default=0.0, kw_only=True)
+
+  def check(self) -> None:
+    if not 0 <= self.label_smoothing < 1:
+      raise ValueError(
+        f"`label_smoothing` must be in [0, 1); got {self.label_smoothing}. 0.1 is usual."
+      )
+    for name, usual in (("z_loss", 1e-4), ("commitment", 0.25)):
+      # Only heads with codes have a commitment.
+      coefficient = getattr(self, name, 0.0)
+      if not 0 <= coefficient < math.inf:
+        raise ValueError(
+          f"`{name}` must be finite and not negative; got {coefficient}. {usual} is usual, 0 for"
+          " none."
+        )
+
+  def _regularizers(self, scores: Any, known: Bool[Array, "*B"]) -> Terms:
+    """The terms with a coefficient above 0 by name, means over the known tokens.
+
+    `scores` have `log_prob`, `log_z` and, for label smoothing, `mean_log_prob`.
+    """
+    named = {}
+    if self.z_loss:
+      # Of each token, not of the mean: the square keeps every normaliser near 0.
+      named["z_loss"] = self.z_loss * mean_over(scores.log_z**2, known)
+    if self.label_smoothing:
+      # The smoothed loss is -(1 - s) log p - s · mean log p; -log p is counted already.
+      excess = scores.log_prob - scores.mean_log_prob
+      named["label_smoothing"] = self.label_smoothing * mean_over(excess, known)
+    return named

@@ -129,7 +129,6 @@ class CertifiedHead(DenseHead):
     }
 
   def check(self) -> None:
-    """Check the budget."""
     super().check()
     if self.budget < 1:
       raise ValueError(f"`budget` must be at least 1; got {self.budget}. 256 is usual.")
@@ -153,7 +152,7 @@ class CertifiedHead(DenseHead):
     `narrow.FEW` vectors take all rows too, in less time than the first pass.
     """
     vectors = max(1, math.prod(hidden.shape[:-1]))
-    is_open = not options.is_greedy and options.top_k is None
+    is_open = options.kept is None
     if is_open and (options.has_nucleus or self.vocab * vectors > device.current().stored):
       return super()._sample(arrays, hidden, key, options, allowed)
     # Of many vectors a CPU's arithmetic takes longer than the bytes of the weight.
@@ -163,18 +162,14 @@ class CertifiedHead(DenseHead):
       noise_key = jax.random.fold_in(key, vocab_parallel.first_row(self.vocab_axis, 1))
       noise = _Noise(noise_key, options.temperature)
       return best(arrays, hidden, 1, allowed, noise).tokens[..., 0]
-    k = 1 if options.is_greedy else min(options.top_k, self.vocab)
-    found = best(arrays, hidden, k, allowed)
-    if options.is_greedy:
-      return found.tokens[..., 0]
-    scores = found.scores / options.temperature
-    return sampling.draw_among(scores, found.tokens, key, options.top_p)
+    found = best(arrays, hidden, min(options.kept, self.vocab), allowed)
+    return sampling.draw_of_best(found.scores, found.tokens, key, options)
 
   def _best(self, arrays, hidden, k, allowed=None, noise=None) -> Best:
     """`certified.best` of the device's own rows."""
     weight, bias = self._rows(arrays).all(), arrays["bias"]
     count = weight.shape[0]
-    dtype = jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+    dtype = self._operand_dtype(hidden, weight)
     scoring = ScoreOptions(output=self._output())
     finish = lambda product_WB, cut: scoring.finish_rows(product_WB, cut(bias))
     int8 = Int8Rows(*(arrays[name] for name in _INT8))

@@ -23,7 +23,6 @@ from vqjax.ops import codes as code_ops
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocabulary import in_vocabulary
-from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, integer_variable, row_init
 
 __all__ = ["ClassBasedHead"]
@@ -44,16 +43,12 @@ class ClassBasedHead(Head):
     assignment_init: int [V], the class of each token, or a function (vocab, classes).
     class_init: initialiser of the [C, D] weight of the classes.
     weight_init: initialiser of the [V, D] weight of the tokens.
-    dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weights.
-    param_dtype: dtype of the parameters.
   """
 
   classes: int
   assignment_init: assign.Assignment = assign.contiguous
   class_init: Initializer = row_init
   weight_init: Initializer = row_init
-  dtype: Dtype | None = None
-  param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
     """The weights of classes [C, D] and tokens [V, D], and each token's class."""
@@ -67,7 +62,6 @@ class ClassBasedHead(Head):
     }
 
   def check(self) -> None:
-    """Check the number of classes."""
     if not 1 <= self.classes <= self.vocab:
       raise ValueError(
         f"`classes` must be in [1, vocab]; got {self.classes} for vocab {self.vocab}. The root of"

@@ -29,19 +29,17 @@ from jaxtyping import Array, Float, Int
 from vqjax import assign
 from vqjax.assign.checks import check_codes
 from vqjax.embeddings.codebook import CodebookEmbedding
-from vqjax.heads import regularizers
-from vqjax.heads.base import Arrays, Head
+from vqjax.heads.base import Arrays, RegularizedHead
 from vqjax.ops import codes as code_ops
 from vqjax.ops import device, sampling, softmax, topk, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import in_vocabulary, mean_over
-from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, integer_variable, row_init
 
 __all__ = ["CodebookHead"]
 
 
-class CodebookHead(Head):
+class CodebookHead(RegularizedHead):
   """softmax of hidden · codebook[code of the token] + token bias.
 
   The head has K·D parameters and computes exact log-probabilities in O(N·K·D). Without a token bias
@@ -76,13 +74,8 @@ class CodebookHead(Head):
     token_bias: add a score for each token.
     embedding: the embedding whose codebook and assignment the head uses; None: its own.
     commitment: coefficient of the commitment term of the training loss (Section 3.4); 0 for none.
-    z_loss: coefficient of the mean squared log-normaliser in the training loss.
-    label_smoothing: part of the target, in [0, 1), that is spread evenly over the vocabulary in
-      the training loss.
     codebook_init: initialiser of the [K, D] codebook; unused by a tied head.
     bias_init: initialiser of the [V] token bias, such as `UnigramBias`.
-    dtype: dtype of the matrix product's operands; None: the promoted dtype of hidden and codebook.
-    param_dtype: dtype of the parameters.
   """
 
   codes: int
@@ -90,12 +83,8 @@ class CodebookHead(Head):
   token_bias: bool = False
   embedding: CodebookEmbedding | None = None
   commitment: float = 0.0
-  z_loss: float = 0.0
-  label_smoothing: float = 0.0
   codebook_init: Initializer = row_init
   bias_init: Initializer = nn.initializers.zeros_init()
-  dtype: Dtype | None = None
-  param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
     """The codebook [K, D] and assignment [V], or the embedding, and the bias [V]."""
@@ -117,9 +106,8 @@ class CodebookHead(Head):
     return declared
 
   def check(self) -> None:
-    """Check the number of codes, the options of the loss and a tied embedding."""
     check_codes(self.vocab, self.codes)
-    regularizers.check(self)
+    super().check()
     tied = self.embedding
     if tied is not None and not isinstance(tied, CodebookEmbedding):
       raise ValueError(
@@ -180,7 +168,7 @@ class CodebookHead(Head):
   def _loss_terms(self, arrays, hidden, token, known):
     scores = self._softmax(arrays, hidden, token, mean=self.label_smoothing > 0)
     terms = self._commitment(arrays, hidden, token, known) if self.commitment else {}
-    return scores.log_prob, terms | regularizers.terms(self, scores, known)
+    return scores.log_prob, terms | self._regularizers(scores, known)
 
   def _commitment(self, arrays, hidden, token, known):
     """The squared distance of hidden vectors to the codes of their tokens.

@@ -60,7 +60,6 @@ class DenseRows(Head):
     return declared
 
   def check(self) -> None:
-    """Check that a tied embedding has the vocabulary and the width of the head."""
     super().check()
     tied = self.embedding
     if tied is None:
@@ -110,7 +109,6 @@ class DenseHead(DenseRows, LinearHead):
   output: OutputFunction | None = dataclasses.field(default=None, kw_only=True)
 
   def check(self) -> None:
-    """Check the output function, the options of the loss and a tied embedding."""
     super().check()
     # Constructed for its check alone, which refuses a cap and another function together.
     ScoreOptions(softcap=self.softcap, output=self.output)

@@ -77,7 +77,6 @@ class DPQHead(LinearHead):
     return self.vocab * (self._rows_embedding().flops_per_token() + 2 * self.dim)
 
   def parts(self) -> dict[str, Any]:
-    """The variables of the rows and the bias."""
     return super().parts() | {"table": self.table.parts()}
 
   def _rows(self, arrays: Arrays) -> RowFactory:
@@ -86,9 +85,8 @@ class DPQHead(LinearHead):
   def _training_parts(self, tokens):
     """The quantiser's terms for the targets, which update its statistics in training."""
     parts, terms = super()._training_parts(tokens)
-    # A step that makes one of these mutable trains; an evaluation makes none.
-    written = ("batch_stats", "centroids", "revival")
-    train = any(self.is_mutable_collection(name) for name in written)
+    # A step that makes the statistics mutable trains; an evaluation does not.
+    train = self.is_mutable_collection("batch_stats")
     _, of_rows = self.table._embedded(tokens, train)
     return parts, terms | of_rows
 

@@ -116,15 +116,10 @@ class GroupDecodingHead(Head):
 
   def _draw(self, arrays, hidden, key, options, allowed):
     """A token for each vector, and the number of groups that were scored."""
-    if allowed is None and options.is_greedy:
-      _, tokens, visited = self._best(arrays, hidden, 1)
-      return tokens[..., 0], visited
-    # The k best stay the k best at any temperature, and `top_p` is a cut among them.
-    if allowed is None and options.top_k is not None:
-      k = min(options.top_k, self.vocab)
+    if allowed is None and options.kept is not None:
+      k = min(options.kept, self.vocab)
       log_prob_Bk, token_Bk, visited = self._best(arrays, hidden, k)
-      score_Bk = log_prob_Bk / options.temperature
-      return sampling.draw_among(score_Bk, token_Bk, key, options.top_p), visited
+      return sampling.draw_of_best(log_prob_Bk, token_Bk, key, options), visited
     if options.is_plain:
       return self._draw_group_first(arrays, hidden, key, options.temperature, allowed)
     # A nucleus is left, or a filter under a mask.

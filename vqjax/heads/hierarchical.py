@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vqjax.assign import trees
@@ -24,7 +23,6 @@ from vqjax.heads.base import Arrays, Head
 from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops import tree as tree_ops
 from vqjax.ops.sampling import SamplingOptions
-from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, integer_variable, row_init
 
 __all__ = ["HierarchicalHead"]
@@ -44,14 +42,10 @@ class HierarchicalHead(Head):
   Attributes:
     tree: vocab -> `trees.BinaryTree`: `trees.balanced` or `trees.Huffman(counts)`.
     weight_init: initialiser of the [V, D] weight.
-    dtype: dtype of the products' operands; None: the promoted dtype of hidden and weight.
-    param_dtype: dtype of the parameters.
   """
 
   tree: trees.TreeInit = trees.balanced
   weight_init: Initializer = row_init
-  dtype: Dtype | None = None
-  param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
     """The vectors of the nodes [V, D] and the tables of the tree, [V] and [V, levels]."""
@@ -70,7 +64,6 @@ class HierarchicalHead(Head):
     }
 
   def check(self) -> None:
-    """Check that the tree has a leaf for each token."""
     leaves = len(_tree(self.tree, self.vocab).tokens)
     if leaves != self.vocab:
       raise ValueError(

@@ -98,7 +98,6 @@ class LearnedCodebookHead(LinearHead):
     }
 
   def check(self) -> None:
-    """Check the numbers of codes and candidates, and the schedule."""
     super().check()
     check_codes(self.vocab, self.codes)
     if not 1 <= self.candidates <= self.codes:

@@ -15,42 +15,29 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from typing import Any, final
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from vqjax.heads import regularizers
-from vqjax.heads.base import Arrays, Head
+from vqjax.heads.base import Arrays, RegularizedHead
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.scores import OutputFunction, ScoreOptions, Softcap
-from vqjax.types import Dtype
+from vqjax.ops.scores import OutputFunction, ScoreOptions, Softcap, check_softcap
 
 __all__ = ["LinearHead"]
 
 
-class LinearHead(Head):
+class LinearHead(RegularizedHead):
   """softmax over the vocabulary of hidden · rowᵀ + bias, by the tiled softmax.
 
   A subclass gives the rows, and declares a variable `bias` or `token_bias` if it has one. With
   z-loss or label smoothing the loss still takes one pass over the vocabulary.
 
   Attributes:
-    dtype: dtype of the matrix product's operands; None: the promoted dtype of hidden and rows.
-    param_dtype: dtype of the parameters.
     softcap: largest absolute score c: scores are c · tanh(score / c); None: no cap.
-    z_loss: coefficient of the mean squared log-normaliser in the training loss.
-    label_smoothing: part of the target, in [0, 1), that is spread evenly over the vocabulary in
-      the training loss; `log_prob` is of the token itself.
   """
 
-  dtype: Dtype | None = dataclasses.field(default=None, kw_only=True)
-  param_dtype: Dtype = dataclasses.field(default=jnp.float32, kw_only=True)
   softcap: float | None = dataclasses.field(default=None, kw_only=True)
-  z_loss: float = dataclasses.field(default=0.0, kw_only=True)
-  label_smoothing: float = dataclasses.field(default=0.0, kw_only=True)
 
   @abc.abstractmethod
   def _rows(self, arrays: Arrays) -> RowFactory:
@@ -88,12 +75,8 @@ class LinearHead(Head):
     return found | {"bias": self._padded_bias(name)}
 
   def check(self) -> None:
-    """Check the options of the loss."""
-    regularizers.check(self)
-    if self.softcap is not None and not 0 < self.softcap < math.inf:
-      raise ValueError(
-        f"`softcap` must be positive and finite; got {self.softcap}. Give 30, or None for no cap."
-      )
+    super().check()
+    check_softcap(self.softcap)
 
   def flops_per_token(self) -> int:
     """One product of width D for each token of the vocabulary."""
@@ -128,7 +111,7 @@ class LinearHead(Head):
   def _loss_terms(self, arrays, hidden, token, known):
     # The mean over the vocabulary costs work in every tile; the log-normaliser is there anyway.
     scores = self._softmax(arrays, hidden, token, mean=self.label_smoothing > 0)
-    return scores.log_prob, regularizers.terms(self, scores, known)
+    return scores.log_prob, self._regularizers(scores, known)
 
   def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     return linear_decoding.linear_blocks(

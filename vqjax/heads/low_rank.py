@@ -16,7 +16,6 @@ from jaxtyping import Array, Float
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax
 from vqjax.ops.scores import ScoreOptions
-from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 __all__ = ["LowRankHead"]
@@ -35,8 +34,6 @@ class LowRankHead(Head):
     down_init: initialiser of the [r, D] projection.
     weight_init: initialiser of the [V, r] weight.
     bias_init: initialiser of the [V] bias.
-    dtype: dtype of both products' operands; None: the promoted dtype of hidden and weight.
-    param_dtype: dtype of the parameters.
   """
 
   rank: int
@@ -44,8 +41,6 @@ class LowRankHead(Head):
   down_init: Initializer = row_init
   weight_init: Initializer = row_init
   bias_init: Initializer = nn.initializers.zeros_init()
-  dtype: Dtype | None = None
-  param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
     """The projection [r, D], the weight [V, r] and the bias [V]."""
@@ -59,7 +54,6 @@ class LowRankHead(Head):
     return declared
 
   def check(self) -> None:
-    """Check the rank."""
     most = min(self.vocab, self.dim)
     if not 1 <= self.rank <= most:
       raise ValueError(

@@ -22,7 +22,6 @@ from jaxtyping import Array, ArrayLike, Float
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.scores import ScoreOptions
-from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 __all__ = ["MixtureHead"]
@@ -48,8 +47,6 @@ class MixtureHead(Head):
     offset_init: initialiser of their [M·E] offsets.
     weight_init: initialiser of the [V, E] weight.
     bias_init: initialiser of the [V] bias.
-    dtype: dtype of the products' operands; None: the promoted dtype of hidden and weight.
-    param_dtype: dtype of the parameters.
   """
 
   components: int
@@ -60,8 +57,6 @@ class MixtureHead(Head):
   offset_init: Initializer = nn.initializers.zeros_init()
   weight_init: Initializer = row_init
   bias_init: Initializer = nn.initializers.zeros_init()
-  dtype: Dtype | None = None
-  param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
     """Priors [M, D], projections [M·E, D], offsets [M·E], weight [V, E], bias [V]."""
@@ -78,7 +73,6 @@ class MixtureHead(Head):
     return declared
 
   def check(self) -> None:
-    """Check the number of components and the width of the table."""
     if self.components < 1:
       raise ValueError(
         f"`components` must be at least 1; got {self.components}. 10 to 15 are usual; one is a"
@@ -104,17 +98,17 @@ class MixtureHead(Head):
 
   def _log_prior(self, arrays, hidden):
     scores = softmax.linear_scores(
-      hidden, self._whole(arrays["prior"]), dtype=self._dtype(arrays, hidden)
+      hidden, self._whole(arrays["prior"]), dtype=self._operand_dtype(hidden, arrays["weight"])
     )
     return jax.nn.log_softmax(scores)
-
-  def _dtype(self, arrays, hidden):
-    return self.dtype or jnp.promote_types(hidden.dtype, arrays["weight"].dtype)
 
   def _projected(self, arrays, hidden):
     """The vectors of the components, [*B, M, E], in float32."""
     scores_BK = softmax.linear_scores(
-      hidden, self._whole(arrays["project"]), arrays["offset"], self._dtype(arrays, hidden)
+      hidden,
+      self._whole(arrays["project"]),
+      arrays["offset"],
+      self._operand_dtype(hidden, arrays["weight"]),
     )
     return jnp.tanh(scores_BK).reshape(*hidden.shape[:-1], self.components, self._table_width())
 
@@ -132,7 +126,7 @@ class MixtureHead(Head):
       arrays["weight"],
       jnp.broadcast_to(token[..., None], log_prior_BM.shape),
       arrays["bias"],
-      dtype=self._dtype(arrays, hidden),
+      dtype=self._operand_dtype(hidden, arrays["weight"]),
       vocab_axis=self.vocab_axis,
     )
     return jax.nn.logsumexp(log_prior_BM + log_prob_BM, axis=-1)
@@ -149,7 +143,7 @@ class MixtureHead(Head):
       arrays["weight"],
       arrays["bias"],
       self.vocab,
-      ScoreOptions(dtype=self._dtype(arrays, hidden), vocab_axis=self.vocab_axis),
+      ScoreOptions(dtype=self._operand_dtype(hidden, arrays["weight"]), vocab_axis=self.vocab_axis),
     )
     above_BM = sampling.log_z(parts) - log_prior_BM
 

@@ -70,7 +70,6 @@ class _ProductTables(LinearHead):
     return declared
 
   def check(self) -> None:
-    """Check the numbers of codes and subspaces."""
     super().check()
     if self.codes < 1:
       raise ValueError(f"`codes` must be at least 1; got {self.codes}. 256 is usual.")
@@ -114,7 +113,7 @@ class ProductHead(_ProductTables):
     if not product.prefers_sums(math.prod(batch), self.subspaces, self.dim):
       return super()._scores(arrays, hidden)
     codes, bias, tables = arrays["codes"], arrays["bias"], arrays["tables"]
-    dtype = self.dtype or jnp.promote_types(hidden.dtype, tables.dtype)
+    dtype = self._operand_dtype(hidden, tables)
     partial_MKB = product.partial_scores(hidden, tables, dtype)
     # The cap is of the sum, not of its parts.
     options = ScoreOptions(output=self._output())

@@ -78,7 +78,6 @@ class ResidualCodebookHead(LinearHead):
     }
 
   def check(self) -> None:
-    """Check the number of codes and the rank."""
     super().check()
     check_codes(self.vocab, self.codes)
     if not 1 <= self.rank <= self.dim:

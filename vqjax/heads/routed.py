@@ -33,7 +33,6 @@ from vqjax.heads.dense import DenseHead, DenseRows
 from vqjax.ops import codes as code_ops
 from vqjax.ops import groups, linear_decoding, routing, sampling, topk, vocab_parallel
 from vqjax.ops.scores import ScoreOptions, check_softcap
-from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 __all__ = ["RoutedHead"]
@@ -60,8 +59,6 @@ class RoutedHead(DenseRows):
       makes it; None: in order of their ids. Clusters are consecutive and of equal size, or of one
       token fewer where C does not divide V.
     centroid_init: initialiser of the [C, D] centroids.
-    dtype: dtype of the matrix product's operands; None: the promoted dtype of hidden and rows.
-    param_dtype: dtype of the parameters.
     softcap: largest absolute score c of a row: it is c · tanh(score / c); None: no cap.
   """
 
@@ -69,8 +66,6 @@ class RoutedHead(DenseRows):
   budget: int = dataclasses.field(kw_only=True)
   order_init: Initializer | None = dataclasses.field(default=None, kw_only=True)
   centroid_init: Initializer = dataclasses.field(default=row_init, kw_only=True)
-  dtype: Dtype | None = dataclasses.field(default=None, kw_only=True)
-  param_dtype: Dtype = dataclasses.field(default=jnp.float32, kw_only=True)
   softcap: float | None = dataclasses.field(default=None, kw_only=True)
 
   @staticmethod
@@ -149,7 +144,6 @@ class RoutedHead(DenseRows):
     return cluster_V.astype(dtype)
 
   def check(self) -> None:
-    """Check the numbers of clusters and the cap."""
     super().check()
     if not 1 <= self.budget <= self.clusters <= self.vocab:
       raise ValueError(
@@ -192,7 +186,7 @@ class RoutedHead(DenseRows):
     # Marking an array sums its gradient over the devices.
     arrays, hidden = vocab_parallel.varying((arrays, hidden))
     weight = self._rows(arrays)
-    dtype = jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+    dtype = self._operand_dtype(hidden, weight)
     axis, count = vocab_parallel.inside(self.vocab_axis), weight.count
     own_Bn = token_Bn - vocab_parallel.first_row(axis, count)
     at_Bn = jnp.clip(own_Bn, 0, count - 1)
@@ -340,19 +334,16 @@ class RoutedHead(DenseRows):
     A few vectors draw among the chosen rows and the other clusters, and in a cluster among its
     tokens. A mask, or a nucleus without `top_k`, takes the scores of all tokens.
     """
-    is_nucleus_of_all = options.top_k is None and options.has_nucleus and not options.is_greedy
+    is_nucleus_of_all = options.kept is None and options.has_nucleus
     if allowed is not None or is_nucleus_of_all or not self._is_few(hidden):
       return super()._sample(arrays, hidden, key, options, allowed)
     routes, score_Bn, token_Bn = self._candidates(arrays, hidden, in_turn=True)
     if options.is_plain:
       score_Bn = score_Bn / options.temperature
       return self._draw(arrays, routes, score_Bn, token_Bn, key, options.temperature)
-    k = 1 if options.is_greedy else min(options.top_k, self.vocab)
+    k = min(options.kept, self.vocab)
     best = self._best(arrays, hidden, routes, score_Bn, token_Bn, k)
-    if options.is_greedy:
-      return best.tokens[..., 0]
-    score_Bk = best.scores / options.temperature
-    return sampling.draw_among(score_Bk, best.tokens, key, options.top_p)
+    return sampling.draw_of_best(best.scores, best.tokens, key, options)
 
   def _draw(self, arrays, routes, score_Bn, token_Bn, key, temperature):
     """A chosen row or another cluster by its mass, and then a token of the cluster."""

@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Float
 
-from vqjax.heads import regularizers
 from vqjax.heads.dense import DenseHead
 from vqjax.ops import sampled_softmax
 from vqjax.ops.vocab_parallel import Replicated
@@ -45,7 +44,6 @@ class SampledSoftmaxHead(DenseHead):
   proposal: Proposal = dataclasses.field(default=sampled_softmax.log_uniform, kw_only=True)
 
   def check(self) -> None:
-    """Check the number of samples, and that no option needs the scores of all tokens."""
     super().check()
     sampled_softmax.check_samples(self.samples, self.vocab)
     if self.output is not None:
@@ -80,4 +78,4 @@ class SampledSoftmaxHead(DenseHead):
       dtype=self.dtype,
       vocab_axis=self.vocab_axis,
     )
-    return scores.log_prob, regularizers.terms(self, scores, known)
+    return scores.log_prob, self._regularizers(scores, known)

@@ -37,7 +37,6 @@ from vqjax.ops import group_search, sampling, softmax, vocab_parallel
 from vqjax.ops import groups as group_ops
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import check_arrays, in_vocabulary
-from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 __all__ = ["TwoLevelHead"]
@@ -60,8 +59,6 @@ class TwoLevelHead(GroupDecodingHead):
     use_bias: add a bias to the group scores and to the slot scores.
     group_init: initialiser of the [G, D] group weight.
     bias_init: initialiser of the biases.
-    dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weights.
-    param_dtype: dtype of the parameters.
   """
 
   groups: int | None = None
@@ -70,8 +67,6 @@ class TwoLevelHead(GroupDecodingHead):
   use_bias: bool = False
   group_init: Initializer = row_init
   bias_init: Initializer = nn.initializers.zeros_init()
-  dtype: Dtype | None = None
-  param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
     """The groups' weight [G, D] and bias [G], and the order of the tokens [V]."""

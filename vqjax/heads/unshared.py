@@ -51,7 +51,7 @@ class UnsharedGroupedHead(TwoLevelHead):
 
   def _slot_context(self, arrays, hidden):
     """The hidden vectors, as operands of the products."""
-    return hidden.astype(self.dtype or jnp.promote_types(hidden.dtype, arrays["slot_weight"].dtype))
+    return hidden.astype(self._operand_dtype(hidden, arrays["slot_weight"]))
 
   def _slot_scores(self, arrays, context, group):
     # Groups are [W], shared by all rows, or [*B, W], each row's own; `...` of the product is both.

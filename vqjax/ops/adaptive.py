@@ -48,13 +48,10 @@ def cluster_log_prob(
   number on a device. Reverse mode scores the n tokens once more than `linear_log_prob`.
 
   Args:
-    narrow: the projected vector of each token.
     weight: one row for each token of the cluster; inside of `vocab_axis` the device's own rows.
     tokens: indices into the rows of all devices; arbitrary for tokens that are not inside.
     inside: whether each token is in the cluster.
     removed: 0 for a real row and -inf for padding, as a bias; it has no gradient.
-    dtype: dtype of the matrix product's operands, as in `linear_log_prob`.
-    vocab_axis: manual mesh axis over which each device has its own rows, or None.
   """
   shards = vocab_parallel.token_shards(vocab_axis)
   flat = narrow.reshape(-1, narrow.shape[-1]), tokens.reshape(-1), inside.reshape(-1)

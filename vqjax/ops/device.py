@@ -103,6 +103,7 @@ def current() -> Device:
   return _CHOSEN.get() or of(here.platform, here.kind, here.count)
 
 
+@functools.cache
 def of(platform: str, kind: str = "", devices: int = 1) -> Device:
   """The limits of one of `devices` devices; `kind` as in `jax.Device.device_kind`."""
   if platform == "tpu":
@@ -119,7 +120,6 @@ def of(platform: str, kind: str = "", devices: int = 1) -> Device:
   return Device(tokens, vocab, _CPU_BALANCE, kept=level3 // 8 // devices)
 
 
-@functools.cache
 def _cache_sizes() -> tuple[int, int]:
   """Bytes of the second and of the last cache; those of a common processor if unknown."""
   found = {}

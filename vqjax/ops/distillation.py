@@ -140,19 +140,10 @@ def linear_divergence(
   takes one more pass than the others. Source: Agarwal et al. (2024), On-policy distillation of
   language models, whose D_JSD(β) this is with β = w.
 
+  All other arguments are those of `linear_soft_target_loss`.
+
   Args:
-    hidden: hidden vectors of the student; it and all arguments without a remark as in
-      `linear_soft_target_loss`.
-    weight: rows of the student.
-    teacher_hidden: hidden vectors of the teacher.
-    teacher_weight: rows of the teacher.
-    bias: bias of the student's scores.
-    teacher_bias: bias of the teacher's scores.
     mixture: weight w of the teacher in the mixture, in [0, 1], a Python number.
-    mask: False for tokens that are left out.
-    token_weight: factor of each token's divergence; a token of weight 0 is left out.
-    teacher_softcap: largest absolute score of the teacher.
-    options: how the student's scores are computed, and but for the cap the teacher's.
 
   Raises:
     ValueError: as `linear_soft_target_loss`, or `mixture` is outside [0, 1].
@@ -218,7 +209,7 @@ def _compare(mixture, layers, counted):
     axis = vocab_parallel.inside(layers[0].options.vocab_axis)
     return _pass(_Plan(cut, axis, mixture), *layers)
 
-  return counted.of_each(tiles.on_each_device(layers, None, body))
+  return counted.of_each(tiles.on_each_device(layers, None, body, counted.kept))
 
 
 def block_soft_target_loss(
@@ -679,8 +670,6 @@ def linear_comparison(
   Args:
     students: one or more students, which share the scores of the teacher; their hidden vectors are
       [N, D].
-    teacher: the teacher.
-    tokens: int [N], in [0, V).
 
   Returns:
     The comparison of each student.

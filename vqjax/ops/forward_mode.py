@@ -40,13 +40,10 @@ def linear_log_prob_jvp(
   The result is that of `jax.jvp` of `linear_log_prob`, whose custom rule is for reverse mode alone.
   No array of N·V scores or derivatives is held.
 
+  All other arguments are those of `linear_log_prob`.
+
   Args:
-    hidden: one vector for each token.
-    weight: one row for each token of the vocabulary.
-    tokens: indices into the vocabulary; a token outside of it has a log-probability of nan.
-    bias: one number for each row.
     tangents: the direction: arrays of the shapes of hidden and weight, and of bias if it is given.
-    options: how scores are computed.
 
   Raises:
     ValueError: `tangents` have other shapes than the primals, or as `linear_softmax`.

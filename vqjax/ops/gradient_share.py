@@ -50,11 +50,6 @@ def gradient_share(
   A block of the vocabulary contributes its rows of [1, J, g], of which only the triangular factor
   R [D + 2, D + 2] is kept: orthogonal transformations change neither norms nor projections. No sum
   of squares of J is formed, so that small directions are as accurate as large ones.
-
-  Args:
-    blocks_of: the logits of one hidden vector.
-    hidden: the contexts.
-    tokens: the targets, inside of the vocabulary.
   """
 
   def of_one(given):

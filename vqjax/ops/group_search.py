@@ -16,6 +16,7 @@ result. Where each device of a mesh axis has its own groups, each searches those
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -154,10 +155,8 @@ def best_of_groups(
   return tuple(topk.across_devices(top, axis))
 
 
-def _flat(array):
-  """The array with its last two axes made one: [..., a, b] -> [..., a·b]."""
-  *batch, a, b = array.shape
-  return array.reshape(*batch, a * b)
+# [..., a, b] -> [..., a·b]
+_flat = functools.partial(lax.collapse, start_dimension=-2)
 
 
 def _merge_by_position(top, scores, positions):

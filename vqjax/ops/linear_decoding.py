@@ -78,15 +78,10 @@ def linear_top_k(
     >>> print(tokens.shape)
     (4, 5)
 
+  All other arguments are those of `linear_softmax`.
+
   Args:
-    hidden: one vector for each distribution; it and all arguments without a remark as in
-      `linear_softmax`.
-    weight: one row for each token of the vocabulary.
     k: number of tokens.
-    bias: one number for each row; -inf removes it.
-    softcap: largest absolute score.
-    dtype: dtype of the matrix product's operands.
-    vocab_axis: mesh axis over which the rows are sharded.
 
   Returns:
     Log-probabilities in nats, best first, float32, and tokens, int32; -inf and -1 where fewer than
@@ -135,18 +130,14 @@ def linear_sample(
     >>> print(drawn.shape)
     (4,)
 
+  All other arguments are those of `linear_softmax`.
+
   Args:
-    hidden: one vector for each draw; it and all arguments without a remark as in `linear_softmax`.
     key: source of randomness.
-    weight: one row for each token of the vocabulary.
-    bias: one number for each row; -inf removes it.
     temperature: divides the scores; 0 takes the arg max. A Python number, like `softcap`.
     top_k: keep only the k best tokens.
     top_p: keep only the smallest set of best tokens with this mass.
     allowed: marks the tokens that may be drawn, [V] or [*B, V].
-    softcap: largest absolute score.
-    dtype: dtype of the matrix product's operands.
-    vocab_axis: mesh axis over which the rows are sharded.
 
   Raises:
     ValueError: the shapes do not fit together, an option is outside its range, or the mesh has no

@@ -98,10 +98,6 @@ def straight_through_rows(
   """Rows that codes compose, whose gradient the latent rows get unchanged.
 
   The tables get the exact gradient of the composed rows.
-
-  Args:
-    per_row: the latent rows, and the codes that `nearest_codes` gives them.
-    tables: the sub-vectors.
   """
   latent, codes = per_row
   row_WD = compose(codes, tables)

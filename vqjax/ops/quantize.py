@@ -29,9 +29,6 @@ from vqjax.ops import product, tiles, vocab_parallel
 
 __all__ = ["code_counts", "code_perplexity"]
 
-# (query [*B, M or 1, C], keys [M or 1, K, C]) -> [*B, M, K] float32, larger for nearer keys.
-Response = Callable[[Array, Array], Array]
-
 
 def dot_response(
   query: Float[Array, "*B P C"], keys: Float[Array, "Q K C"]
@@ -53,20 +50,6 @@ def euclidean_response(
   query, keys = query.astype(jnp.float32), keys.astype(jnp.float32)
   squares = (query**2).sum(axis=-1)[..., None] + (keys**2).sum(axis=-1)
   return 2 * dot_response(query, keys) - squares
-
-
-def cosine_response(
-  query: Float[Array, "*B P C"], keys: Float[Array, "Q K C"]
-) -> Float[Array, "*B M K"]:
-  """Cosines of queries and keys; 0 for a vector of zeros."""
-  return dot_response(_unit(query.astype(jnp.float32)), _unit(keys.astype(jnp.float32)))
-
-
-def _unit(x):
-  square = (x**2).sum(axis=-1, keepdims=True)
-  # Two `where`: the gradient of the root at zero is infinite, and infinite times zero is nan.
-  positive = square > 0
-  return jnp.where(positive, x * lax.rsqrt(jnp.where(positive, square, 1.0)), 0.0)
 
 
 def in_chunks(function: Callable[[Any], Any], tokens: Any, scores: int) -> Any:
@@ -207,41 +190,15 @@ def straight_through(
   return lax.stop_gradient(row) + (query - lax.stop_gradient(query)).astype(row.dtype)
 
 
-def rotated(row: Float[Array, "*B D"], query: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-  """The row, with the gradient of the rotation that takes the query to it.
-
-  Rotation and scaling are constants in the gradient, and a vector of zeros passes no gradient. The
-  parts [*B, M, C] of a product code are separate rows and queries. Source: Fifty et al.,
-  Restructuring vector quantization with the rotation trick, 2024, Eq. 4.
-  """
-  query32, row32 = query.astype(jnp.float32), lax.stop_gradient(row).astype(jnp.float32)
-  fixed = lax.stop_gradient(query32)
-  q, e = _unit(fixed), _unit(row32)
-  between = _unit(q + e)
-  norm = lambda x: jnp.linalg.norm(x, axis=-1, keepdims=True)
-  query_norm = norm(fixed)
-  scale = jnp.where(query_norm > 0, norm(row32) / jnp.where(query_norm > 0, query_norm, 1.0), 0.0)
-  along = lambda x, axis: (x * axis).sum(axis=-1, keepdims=True)
-  # A product of two reflections, O(D), instead of a rotation matrix [D, D].
-  turned = query32 - 2 * along(query32, between) * between + 2 * along(query32, q) * e
-  moved = scale * turned
-  return lax.stop_gradient(row) + (moved - lax.stop_gradient(moved)).astype(row.dtype)
-
-
 def mean_distance(
   row: Float[Array, "*B D"], query: Float[Array, "*B D"], mask: Bool[Array, "*B"] | None = None
 ) -> Float[Array, ""]:
   """Mean of the squared differences over the mask's tokens and their D numbers."""
-  count = row.size if mask is None else jnp.maximum(mask.sum() * row.shape[-1], 1)
-  return summed_distance(row, query, mask) / count
-
-
-def summed_distance(
-  row: Float[Array, "*B D"], query: Float[Array, "*B D"], mask: Bool[Array, "*B"] | None = None
-) -> Float[Array, ""]:
-  """Sum of the squared differences over the mask's tokens and their D numbers."""
   square = (row.astype(jnp.float32) - query.astype(jnp.float32)) ** 2
-  return (square if mask is None else jnp.where(mask[..., None], square, 0.0)).sum()
+  if mask is None:
+    return square.sum() / row.size
+  count = jnp.maximum(mask.sum() * row.shape[-1], 1)
+  return jnp.where(mask[..., None], square, 0.0).sum() / count
 
 
 def noise(
@@ -267,52 +224,3 @@ def code_perplexity(counts: Float[Array, "*M K"]) -> Float[Array, "*M"]:
   share = counts / jnp.maximum(total, 1)
   entropy = -jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1.0)), 0.0).sum(-1)
   return jnp.where(total[..., 0] > 0, jnp.exp(entropy), 0.0)
-
-
-def gathered_sums(
-  codes: Int[Array, "*B M"],
-  query: Float[Array, "*B P C"],
-  tables: int,
-  count: int,
-  mask: Bool[Array, "*B"] | None = None,
-) -> tuple[Float[Array, "Q K"], Float[Array, "Q K C"]]:
-  """Number of tokens and sum of queries of each code of `tables` (1 or M) tables."""
-  one_hot = jax.nn.one_hot(codes, count, dtype=jnp.float32)
-  if mask is not None:
-    one_hot = jnp.where(mask[..., None, None], one_hot, 0.0)
-    query = jnp.where(mask[..., None, None], query, 0.0)
-  one_hot = one_hot.reshape(-1, *one_hot.shape[-2:])
-  query = query.astype(jnp.float32).reshape(-1, *query.shape[-2:])
-  query = jnp.broadcast_to(query, (*one_hot.shape[:2], query.shape[-1]))
-  if tables == 1:
-    counts, sums = one_hot.sum(axis=(0, 1)), jnp.einsum("nmk,nmc->kc", one_hot, query)
-    return counts[None], sums[None]
-  return one_hot.sum(axis=0), jnp.einsum("nmk,nmc->mkc", one_hot, query)
-
-
-def averaged(
-  count: Float[Array, "Q K"], total: Float[Array, "Q K C"], epsilon: float
-) -> Float[Array, "Q K C"]:
-  """Centroids from running counts and sums, with Laplace smoothing of the counts.
-
-  Source: van den Oord et al., Neural discrete representation learning, 2017, Appendix A.1.
-  """
-  tokens = count.sum(axis=-1, keepdims=True)
-  codes = count.shape[-1]
-  smooth = (count + epsilon) / (tokens + codes * epsilon) * tokens
-  return total / jnp.maximum(smooth, 1e-12)[..., None]
-
-
-def drawn_queries(
-  key: PRNGKeyArray,
-  query: Float[Array, "*B P C"],
-  shape: tuple[int, int],
-  mask: Bool[Array, "*B"] | None = None,
-) -> Float[Array, "Q K C"]:
-  """Queries of random tokens of the mask, one for each code of each table."""
-  flat = query.reshape(-1, *query.shape[-2:])
-  weight = jnp.ones(flat.shape[0]) if mask is None else mask.reshape(-1).astype(jnp.float32)
-  row = jax.random.categorical(key, jnp.log(weight), shape=shape)
-  # Parts of a token are equally good for a shared table: take them in turn.
-  part = jnp.arange(shape[0])[:, None] if shape[0] > 1 else jnp.arange(shape[1])[None]
-  return flat[row, part % flat.shape[1]]

@@ -11,11 +11,11 @@ time. Source: LLM Vocabulary Compression for Low-Compute Environments, Figure 4.
 # Tokens sorted by group meet the weight of each group once:
 #
 #   tokens   a a a a a b b d d d        counts = [5, 2, 0, 3]
-#   blocks   |a a|a a|a.|b b|d d|d.|    on a CPU: a loop of products of one matrix each, where the
-#                                       rest of a block, `.`, holds rows of the next group, which
-#                                       the next block overwrites
+#   blocks   |a a|a a|a.|b b|d d|d.|    on CPUs and GPUs: a loop of products of one matrix each,
+#                                       where the rest of a block, `.`, holds rows of the next
+#                                       group, which the next block overwrites
 #
-# GPUs and TPUs have a kernel of their own for it, `lax.ragged_dot_general`.
+# TPUs have a kernel of their own for it, `lax.ragged_dot_general`.
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from vqjax.types import Dtype
 
 __all__ = []
 
-# Rows of one group that one step of the CPU's loop multiplies.
+# Rows of one group that one step of the loop multiplies.
 #
 # At 4096 rows in 224 groups, 8 to 24 are equally fast; larger blocks hold more rows of other
 # groups.
@@ -75,14 +75,7 @@ def unshared_slot_log_prob(
   groups of all devices. On a mesh each device of the other axes sorts its own tokens.
 
   Args:
-    hidden: one vector for each token.
     weight: the weight of each group's layer; rows from the group's size on are not used.
-    bias: added to the scores, or None.
-    sizes: number of slots of each group.
-    group: group of each token.
-    slot: position of each token in its group.
-    dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weight.
-    vocab_axis: mesh axis over which the groups are sharded.
   """
   if not group.size:
     return jnp.zeros(group.shape, jnp.float32)
@@ -218,10 +211,11 @@ def _ragged_product(
   They are contracted along axis 1 or 2 (`contracted`) of `weight`. The first counts[0] rows are of
   group 0, and so on; rows beyond all groups get arbitrary values.
   The weight is cast to the dtype of the rows, and the result is float32. XLA lowers ragged products
-  for a CPU to dense ones over all groups, so there a loop multiplies blocks of one group's rows.
+  for CPUs and GPUs to dense ones over all groups, so there a loop multiplies blocks of one group's
+  rows.
   `jax.vmap` runs the product once for each element.
   """
-  run = _product_by_blocks if vocab_parallel.platform() == "cpu" else _product_native
+  run = _product_native if vocab_parallel.platform() == "tpu" else _product_by_blocks
   return sequential_vmap(functools.partial(run, contracted))(rows, weight, counts)
 
 
@@ -233,7 +227,7 @@ def _ragged_outer(
   Rows are sorted by group as in `_ragged_product`. An empty group has a sum of 0. Rows beyond all
   groups are left out, even if they hold nan.
   """
-  run = _outer_by_blocks if vocab_parallel.platform() == "cpu" else _outer_native
+  run = _outer_native if vocab_parallel.platform() == "tpu" else _outer_by_blocks
   return sequential_vmap(run)(left, right, counts)
 
 

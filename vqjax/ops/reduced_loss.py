@@ -211,7 +211,7 @@ def _forward(plan, layer, token_weight_PN, row_PN):
     # One shard has no axis: XLA writes a result over an operand of the same shape alone.
     here, row_Pn, weight_Pn = jax.tree.map(
       lambda x: x[0] if shards == 1 else x,
-      (tokens.at(layer.hidden, index), row[index], token_weight[index]),
+      (tokens.at(layer.hidden, index), *tiles.taken((row, token_weight), index)),
     )
     here = dataclasses.replace(layer, hidden=here.astype(plan.options.dtype))
     last, kept = keep(plan, here, row_Pn)
@@ -224,10 +224,12 @@ def _forward(plan, layer, token_weight_PN, row_PN):
       row=row_Pn, z=z, own=d_log_prob, prob=d_log_z - d_log_prob, score_sum=d_score_sum
     )
     given = vocab_parallel.varying((given, here))[0]
-    # The last reader of the scores is their gradient, which then takes their place in memory.
-    kept, loss_Pn = lax.optimization_barrier((kept, loss_Pn))
+    if not plan.limits.fuses:
+      # The last reader of the scores is their gradient, which then takes their place in memory.
+      kept = lax.optimization_barrier((kept, loss_Pn))[0]
     sums, part = gradients(plan, here, kept, given, stats, sums)
-    return sums, d_hidden.at[index].set(part), loss.at[index].set(loss_Pn)
+    new = jax.tree.map(lambda x: x[None] if shards == 1 else x, (part, loss_Pn))
+    return sums, *tiles.replaced((d_hidden, loss), index, new)
 
   weight, bias = layer.weight.per_row, layer.bias
   zeros = lambda *shape: jnp.zeros(shape, jnp.float32)

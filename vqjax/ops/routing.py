@@ -63,10 +63,7 @@ def routes(
   """The `budget` clusters of the highest mass, h · centroid + log_size; the first of equal ones.
 
   Args:
-    hidden: the vectors.
-    centroids: one row for each cluster.
     log_size: log sum of exp(bias) over the tokens of each cluster; log of their number without one.
-    budget: number of clusters to choose.
     dtype: dtype of the product's operands; None: the promoted dtype of both.
   """
   score_BC = softmax.linear_scores(hidden, centroids, dtype=dtype)
@@ -85,8 +82,6 @@ def tokens_of(
 
   Args:
     order: the tokens, cluster after cluster; the clusters are those of `groups.group_starts`.
-    clusters: number of clusters, C.
-    cluster: the clusters.
   """
   starts = groups.group_starts(order.shape[0], clusters)
   # As many slots as the largest cluster has: `starts` is NumPy's, so that the number is static.
@@ -110,9 +105,6 @@ def routing_loss(
   dense head, as far as the given tokens tell: theirs are scaled to the sum 1.
 
   Args:
-    centroids: one row for each cluster.
-    hidden: hidden states.
-    log_size: as in `routes`.
     cluster: clusters of likely tokens of each state.
     log_prob: log-probabilities of these tokens under the dense head, in nats.
   """

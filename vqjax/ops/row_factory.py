@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -42,32 +42,31 @@ class RowFactory:
     shared: a tree of arrays that all rows are composed of; () for none.
     compose: (per_row [v, ...], shared) -> rows [v, D], differentiable in its floating-point arrays;
       row i of the result depends on row i of `per_row` only. It is compared by identity: a new
-      lambda at each call would compile a program at each call.
+      lambda at each call would compile a program at each call. None: `per_row` is the table.
+    axis: axis of the vocabulary in the arrays of `per_row`.
   """
 
   per_row: Any
   shared: Any
-  compose: Callable[[Any, Any], Float[Array, "v D"]] = dataclasses.field(metadata={"static": True})
-
-  @property
-  def axis(self) -> int:
-    """Axis of the vocabulary in the arrays of `per_row`."""
-    return 0
+  compose: Callable[[Any, Any], Float[Array, "v D"]] | None = dataclasses.field(
+    metadata={"static": True}
+  )
+  axis: ClassVar[int] = 0
 
   @property
   def is_table(self) -> bool:
     """Whether the rows exist as an array [V, D]."""
-    return self.compose is _table_rows
+    return self.compose is None
 
   @property
   def is_stored(self) -> bool:
     """Whether the rows exist as one array, [V, D] or [D, V]."""
-    return self.is_table
+    return self.is_table or self.axis == 1
 
   @property
   def count(self) -> int:
     """Number of rows: V, or those of one device or part."""
-    return jax.tree.leaves(self.per_row)[0].shape[0]
+    return jax.tree.leaves(self.per_row)[0].shape[self.axis]
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -81,7 +80,7 @@ class RowFactory:
 
   def all(self) -> Float[Array, "V D"]:
     """All rows, as an array."""
-    return self.compose(self.per_row, self.shared)
+    return self.per_row if self.compose is None else self.compose(self.per_row, self.shared)
 
   def part(self, start: Array, size: int) -> "RowFactory":
     """The factory of `size` rows from `start` on."""
@@ -95,7 +94,7 @@ class RowFactory:
   def select(self, choose: Callable[[Array], Array]) -> "RowFactory":
     """The factory of chosen rows: `choose` takes an array [V, ...] to [W, ...]."""
     per_row = jax.tree.map(choose, self.per_row)
-    if not self.is_table:
+    if self.compose is not None:
       # Replicated before it is composed: the partitioner does not split a gather whose index is
       # itself a slice of a sharded array.
       per_row = jax.tree.map(vocab_parallel.token_shards(None).whole, per_row)
@@ -167,17 +166,7 @@ class RowFactory:
 class _Columns(RowFactory):
   """A weight whose rows are the columns of one array [D, V]."""
 
-  @property
-  def axis(self) -> int:
-    return 1
-
-  @property
-  def is_stored(self) -> bool:
-    return True
-
-  @property
-  def count(self) -> int:
-    return self.per_row.shape[1]
+  axis: ClassVar[int] = 1
 
   def part(self, start: Array, size: int) -> "RowFactory":
     return dataclasses.replace(
@@ -227,11 +216,6 @@ def _is_floating(x):
   return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _table_rows(per_row, shared):
-  del shared
-  return per_row
-
-
 def as_row_factory(weight: Array | RowFactory) -> RowFactory:
   """A weight as `RowFactory`; an array [V, D] is a table of rows.
 
@@ -241,4 +225,4 @@ def as_row_factory(weight: Array | RowFactory) -> RowFactory:
   if isinstance(weight, RowFactory):
     return weight
   check_arrays(weight=weight)
-  return RowFactory(value_of(weight), (), _table_rows)
+  return RowFactory(value_of(weight), (), None)

@@ -138,9 +138,14 @@ class SamplingOptions:
     return self.top_p is not None and self.top_p < 1
 
   @property
+  def kept(self) -> int | None:
+    """Number of best tokens that are drawn among: 1 for the arg max; None: all."""
+    return 1 if self.is_greedy else self.top_k
+
+  @property
   def is_plain(self) -> bool:
     """Whether every token may be drawn, by its probability at the temperature."""
-    return not (self.is_greedy or self.has_nucleus) and self.top_k is None
+    return self.kept is None and not self.has_nucleus
 
 
 def block_width(rows: int, vocab: int) -> int:
@@ -425,14 +430,24 @@ def sample(blocks: Blocks, key: PRNGKeyArray, options: SamplingOptions) -> Int[A
   beyond, they are computed 10 times, of which the search takes 8. The token is -1 where every score
   is -inf.
   """
-  if options.is_greedy:
-    return best(blocks, 1, normalizer=False)[1][..., 0]
-  if options.top_k is None:
+  if options.kept is None:
     blocks = blocks.map(lambda scores, _: scores.astype(jnp.float32) / options.temperature)
     return draw(nucleus(blocks, options.top_p), key)
+  score_Bk, token_Bk, _ = best(blocks, options.kept, normalizer=False)
+  return draw_of_best(score_Bk, token_Bk, key, options)
+
+
+def draw_of_best(
+  scores: Float[Array, "*B k"],
+  tokens: Int[Array, "*B k"],
+  key: PRNGKeyArray,
+  options: SamplingOptions,
+) -> Int[Array, "*B"]:
+  """The draw among the `options.kept` best tokens, best first."""
+  if options.is_greedy:
+    return tokens[..., 0]
   # The temperature does not change which tokens are best.
-  score_Bk, token_Bk, _ = best(blocks, options.top_k, normalizer=False)
-  return draw_among(score_Bk / options.temperature, token_Bk, key, options.top_p)
+  return draw_among(scores / options.temperature, tokens, key, options.top_p)
 
 
 def draw_among(

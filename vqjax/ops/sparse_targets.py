@@ -90,7 +90,7 @@ def linear_token_log_probs(
   """
   counted = TokenWeight.of(hidden.shape[:-1], mask)
   layer = _layer(counted.hide(hidden), weight, tokens, bias, options)
-  found, valid = _token_log_probs(layer, tokens, rest)
+  found, valid = _token_log_probs(layer, tokens, rest, kept=counted.kept)
   log_probs = jnp.where(valid, found.log_probs, jnp.nan)
   return counted.of_each(found._replace(log_probs=log_probs))
 
@@ -155,7 +155,7 @@ def linear_sparse_target_loss(
   tokens = counted.hide(tokens)
   used = probs > 0
   layer = _layer(hidden, weight, tokens, bias, options)
-  student, valid = _token_log_probs(layer, tokens, rest == "bucket", used)
+  student, valid = _token_log_probs(layer, tokens, rest == "bucket", used, counted.kept)
   log_p = _outcomes(rest, student)
   if rest == "bucket":
     missing = 1 - probs.sum(-1, keepdims=True)
@@ -197,23 +197,14 @@ def linear_top_k_divergence(
   teacher finds most probable, with `rest` as in `linear_sparse_target_loss`. It is differentiable,
   in reverse mode, in all six arrays, the choice of the k tokens apart.
 
+  All other arguments are those of `linear_soft_target_loss`.
+
   Args:
-    hidden: hidden vectors of the student; it and all arguments without a remark as in
-      `linear_soft_target_loss`.
-    weight: rows of the student.
-    teacher_hidden: hidden vectors of the teacher.
-    teacher_weight: rows of the teacher.
-    bias: bias of the student's scores.
-    teacher_bias: bias of the teacher's scores.
     k: number of tokens, 1 to 128.
     rest: what becomes of the mass of all other tokens. "bucket" takes a second pass over the
       teacher.
     mixture: 0 for the forward divergence, 1 for the reverse one, between them the weight of the
       teacher in the generalised Jensen-Shannon divergence; with "ignore" a part of the sum.
-    mask: False for tokens that are left out.
-    token_weight: factor of each token's divergence; a token of weight 0 is left out.
-    teacher_softcap: largest absolute score of the teacher.
-    options: how the student's scores are computed, and but for the cap the teacher's.
 
   Raises:
     ValueError: as `linear_soft_target_loss`, `k` is below 1 or above 128 or the number of rows,
@@ -239,11 +230,11 @@ def linear_top_k_divergence(
   # The log-probability of a token, some token, is computed with those of the best.
   compute = functools.partial(statistics.distribution, statistics.Outputs(top_k=k))
   some = jnp.zeros(hidden.shape[:-1], jnp.int32)
-  best = tiles.on_each_device((teacher,), some, compute)
+  best = tiles.on_each_device((teacher,), some, compute, counted.kept)
   with_rest, of_teacher = rest == "bucket", TokenLogProbs(best.top_log_probs, None)
   if with_rest:
-    of_teacher, _ = _token_log_probs(teacher, best.top_tokens, with_rest)
-  of_student, _ = _token_log_probs(student, best.top_tokens, with_rest)
+    of_teacher, _ = _token_log_probs(teacher, best.top_tokens, with_rest, kept=counted.kept)
+  of_student, _ = _token_log_probs(student, best.top_tokens, with_rest, kept=counted.kept)
   log_p, log_q = _outcomes(rest, of_student), _outcomes(rest, of_teacher)
   return counted.of_each(_divergence(mixture, log_p, log_q))
 
@@ -301,7 +292,7 @@ def _layer(hidden, weight, tokens, bias, options) -> Linear:
   return Linear.of(hidden, weight, bias, options)
 
 
-def _token_log_probs(layer, tokens, rest, used=True):
+def _token_log_probs(layer, tokens, rest, used=True, kept=None):
   """The log-probabilities, -inf for unused tokens and those outside, and a mask of the others."""
   valid, token = in_vocabulary(tokens, layer.vocab)
   valid &= used
@@ -311,7 +302,7 @@ def _token_log_probs(layer, tokens, rest, used=True):
     axis = vocab_parallel.inside(layer.options.vocab_axis)
     return _pass(_Plan(cut, axis, rest), layer, row_PNk)
 
-  found = tiles.on_each_device((layer,), jnp.where(valid, token, _ABSENT), body)
+  found = tiles.on_each_device((layer,), jnp.where(valid, token, _ABSENT), body, kept)
   return found._replace(log_probs=jnp.where(valid, found.log_probs, -jnp.inf)), valid
 
 

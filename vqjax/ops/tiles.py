@@ -365,9 +365,21 @@ class TokenTiles(NamedTuple):
     tiles = x.reshape(x.shape[0], self.count, self.size, *x.shape[2:])
     return lax.dynamic_index_in_dim(tiles, index, axis=1, keepdims=False)
 
-  def upto(self, counted: Array | None) -> Array | int:
+  def upto(self, counted: Array | None) -> Array | np.int32:
     """Number of tiles that have the first `counted` tokens."""
     return np.int32(self.count) if counted is None else -(-counted // self.size)
+
+
+def taken(tree: Any, index: Array) -> Any:
+  """The entry `index` of the first axis of each array; it must be inside."""
+  return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def replaced(tree: Any, index: Array, new: Any) -> Any:
+  """The arrays with another entry `index` of the first axis; it must be inside."""
+  # Not `at[...].set`, a scatter, into which compilers fuse less.
+  put = lambda x, part: lax.dynamic_update_index_in_dim(x, part, index, 0)
+  return jax.tree.map(put, tree, new)
 
 
 def product(a: Array, b: Array, contract: Any, batch: Any = ((), ())) -> Array:
@@ -440,7 +452,7 @@ def fold(
 
     def add_rows(merge, carry):
       def token_step(n_index, carry):
-        old, seen = jax.tree.map(lambda x: x[n_index], (carry, given))
+        old, seen = taken((carry, given), n_index)
         scores = []
         for layer, (weight_vD, bias_v) in zip(layers, rows):
           hidden_PnD = tokens.at(layer.hidden, n_index).astype(layer.options.dtype)
@@ -450,7 +462,7 @@ def fold(
           scores.append(jnp.where(fresh_v, score_Pnv, -jnp.inf) if v % height else score_Pnv)
         # One merge for all layers, so that a distillation loss sees both scores of a tile at once.
         new = merge(old, tuple(scores), start, seen)
-        return jax.tree.map(lambda x, part: x.at[n_index].set(part), carry, new)
+        return replaced(carry, n_index, new)
 
       return lax.fori_loop(np.int32(0), last, token_step, carry)
 
@@ -593,7 +605,7 @@ def _of_rows(cut, tokens, layers, per_token, d_scores, totals, rows, kept):
         layer.options.finish(raw_vPn.astype(jnp.float32), part.bias)
         for layer, part, raw_vPn in zip(layers, rows, raws)
       ]
-      seen = jax.tree.map(lambda x: x[n_index], given)
+      seen = taken(given, n_index)
       cotangents = d_scores(tuple(scores), row_v11, seen)
       new = []
       for i, d_vPn in enumerate(cotangents):

@@ -343,6 +343,8 @@ def varying(tree: Any, *axes: str) -> Any:
   before it meets arrays that do. The transpose of the cast is a psum: the gradient of an operand
   that was equal on all devices becomes the sum over them, which is taken in float32 or wider.
   """
+  if AxisType.Manual not in axis_types().values():
+    return tree
   leaves = jax.tree.leaves(tree)
   union = frozenset(axes).union(*(varies_over(jax.typeof(leaf)) for leaf in leaves))
 

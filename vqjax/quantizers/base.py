@@ -38,9 +38,9 @@ class Quantizer(Layer):
   """A differentiable map from vectors [*B, D] to vectors given by M codes below K.
 
   In training (`train=True`) the responses are normalised by the batch, noise is drawn from the rng
-  stream "sample", and the collections `batch_stats`, `centroids` and `revival` are updated where
-  the caller makes them mutable. Outside training a vector's codes depend on that vector only. On a
-  mesh, batch statistics are over the whole batch.
+  stream "sample", and the collection `batch_stats` is updated where the caller makes it mutable, as
+  `metrics` is with the use of the codes. Outside training a vector's codes depend on that vector
+  only. On a mesh, batch statistics are over the whole batch.
 
   Attributes:
     codes: number of choices of a code, K.
@@ -87,7 +87,6 @@ class Quantizer(Layer):
     return self if self.dim is not None else self.clone(dim=width)
 
   def check(self) -> None:
-    """Check the numbers of the fields."""
     if self.dim is None:
       raise ValueError(
         f"`dim` of {type(self).__name__} must be given; got None. Give the width of the vectors,"
@@ -164,30 +163,16 @@ class Quantizer(Layer):
     row, codes, terms = self._quantize(flat, query, train, weight)
     row = row.astype(vectors.dtype)
     row = row if weight is None else jnp.where(weight[:, None], row, 0)
-    if train and not self.is_initializing():
-      self._update_state(lax.stop_gradient(query), codes, weight)
+    if train and not self.is_initializing() and self.is_mutable_collection("metrics"):
+      # For each subspace: the share of its codes that the batch uses, and their perplexity.
+      counts = quantize.code_counts(codes, self.codes, weight)
+      self.put_variable("metrics", "code_usage", (counts > 0).mean(axis=-1))
+      self.put_variable("metrics", "code_perplexity", quantize.code_perplexity(counts))
     return Quantized(
       vectors=row.reshape(*lead, self.width),
       codes=codes.reshape(*lead, self.subspaces),
       terms=terms,
     )
-
-  def _update_state(self, query, codes, mask):
-    """Update the mutable collections, except for the moments, after a training batch.
-
-    Writes to `metrics`, for each subspace: the share of its codes that the batch uses
-    (`code_usage`), and the perplexity of the codes (`code_perplexity`).
-    """
-    del query
-    if not self.is_mutable_collection("metrics"):
-      return
-    counts = quantize.code_counts(codes, self.codes, mask)
-    metrics = {
-      "code_usage": (counts > 0).mean(axis=-1),
-      "code_perplexity": quantize.code_perplexity(counts),
-    }
-    for name, value in metrics.items():
-      self.put_variable("metrics", name, value)
 
   def flops_per_token(self) -> int:
     """Multiplications and additions of one vector's responses: every key is compared."""
@@ -263,9 +248,12 @@ class Quantizer(Layer):
         self._comparison(), query, mask, self._scores
       )
       if self.is_mutable_collection("batch_stats") and not self.is_initializing():
-        update = lambda old, new: running(old, lax.stop_gradient(new), self.momentum, mask)
-        self.put_variable("batch_stats", "mean", update(mean, batch_mean))
-        self.put_variable("batch_stats", "var", update(var, batch_var))
+        # Unchanged by a batch without tokens.
+        kept = jnp.float32(self.momentum)
+        kept = kept if mask is None else jnp.where(mask.any(), kept, 1.0)
+        for name, old, new in (("mean", mean, batch_mean), ("var", var, batch_var)):
+          updated = kept * old + (1 - kept) * lax.stop_gradient(new)
+          self.put_variable("batch_stats", name, updated)
       mean, var = batch_mean, batch_var
     return lambda response: (response - mean) * lax.rsqrt(var + self.epsilon)
 
@@ -279,11 +267,19 @@ class Quantizer(Layer):
     own = width if self.additive else width // self.subspaces
     return 1 if self.shared else self.subspaces, self.codes, own
 
-  def _table(self, width: int, dtype: Dtype | None = None, **fields: Any) -> Variable:
+  def _table(self, width: int) -> Variable:
     """Declare a table [M or 1, K, C] of vectors of this width."""
-    shape = self._table_shape(width)
+    axes = "subspaces", "sub_codes", "sub_embed"
     init = self.table_init or composed_init(width, self.subspaces if self.additive else 1)
-    return Variable(shape, TABLE_AXES, init, dtype or self.param_dtype, **fields)
+    return Variable(self._table_shape(width), axes, init, self.param_dtype)
+
+  def _check_keys(self) -> None:
+    """Raise ValueError where all subspaces would compare one vector with the same keys."""
+    if self.additive and self.shared:
+      raise ValueError(
+        "`shared` must be False where `additive` is True, since all subspaces would choose the same"
+        " code; got True. Give shared=False."
+      )
 
 
 def check_not_negative(**numbers: float) -> None:
@@ -293,16 +289,6 @@ def check_not_negative(**numbers: float) -> None:
       raise ValueError(f"`{name}` must be finite and not negative; got {number}. 0 is none.")
 
 
-def running(old, new, decay, mask):
-  """The running mean after a batch; unchanged by a batch without tokens."""
-  kept = jnp.float32(decay) if mask is None else jnp.where(mask.any(), decay, 1.0)
-  return kept * old + (1 - kept) * new
-
-
 def largest(response):
   """The code of the largest response in each subspace."""
   return jnp.argmax(response, axis=-1).astype(jnp.int32)
-
-
-TABLE_AXES = "subspaces", "sub_codes", "sub_embed"
-"""Logical axes of a table [M or 1, K, C]."""

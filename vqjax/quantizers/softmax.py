@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 
 from vqjax.ops import quantize
 from vqjax.quantizers.base import Quantizer, check_not_negative
-from vqjax.quantizers.revival import KeyedQuantizer
 from vqjax.variables import Declaration, Variable
 
 __all__ = ["EncoderQuantizer", "FreeQuantizer", "SoftmaxQuantizer"]
@@ -26,24 +25,17 @@ class _ChosenBySoftmax(Quantizer):
     temperature: temperature of the softmax in the backward pass.
     forward_temperature: temperature of the forward pass in training; 0 chooses one value, as
       inference does.
-    learned_temperature: learn the temperature of the backward pass, starting at `temperature`.
   """
 
   value_dim: int | None = dataclasses.field(default=None, kw_only=True)
   temperature: float = dataclasses.field(default=1.0, kw_only=True)
   forward_temperature: float = dataclasses.field(default=0.0, kw_only=True)
-  learned_temperature: bool = dataclasses.field(default=False, kw_only=True)
 
   def declare(self) -> Declaration:
-    """The base's variables, the values [M or 1, K, C] and a learned log-temperature."""
-    declared = super().declare() | {"values": self._table(self.width)}
-    if self.learned_temperature:
-      start = nn.initializers.constant(jnp.log(self.temperature))
-      declared["log_temperature"] = Variable((), (), start)
-    return declared
+    """The base's variables, and the values [M or 1, K, C]."""
+    return super().declare() | {"values": self._table(self.width)}
 
   def check(self) -> None:
-    """Check the width of the values and the temperatures."""
     super().check()
     if self.width % self.subspaces and not self.additive:
       raise ValueError(
@@ -68,28 +60,25 @@ class _ChosenBySoftmax(Quantizer):
   def _quantize(self, vectors, query, train, mask):
     del vectors
     values, forward = self.values(), self.forward_temperature if train else 0.0
-    learned = self.array("log_temperature")
-    backward = self.temperature if learned is None else jnp.exp(learned)
-    choose = lambda r: quantize.softmax_quantized(r, values, backward, forward, self.additive)
+    choose = lambda response: quantize.softmax_quantized(
+      response, values, self.temperature, forward, self.additive
+    )
     row, codes = self._over_responses(choose, query, train, mask)
     return row, codes, {}
 
 
-class SoftmaxQuantizer(_ChosenBySoftmax, KeyedQuantizer):
-  """The value of the key of largest response, trained through a softmax.
+class SoftmaxQuantizer(_ChosenBySoftmax):
+  """The value of the key of the largest product, trained through a softmax.
 
   The forward pass gives the chosen value exactly. The gradient of keys and vectors goes through
-  softmax(responses / temperature): DPQ-SX, Eq. 3-5. The gradient of the values is that of the
+  softmax(products / temperature): DPQ-SX, Eq. 3-5. The gradient of the values is that of the
   one-hot choice, which is exact and agrees with the reference implementation; Eq. 5 as printed
   would use the soft weights.
 
   Attributes:
-    response: the score of a key: `ops.quantize.dot_response`, `euclidean_response` or
-      `cosine_response`.
     tied: use the keys as values; both have one width then.
   """
 
-  response: quantize.Response = dataclasses.field(default=quantize.dot_response, kw_only=True)
   tied: bool = dataclasses.field(default=False, kw_only=True)
 
   def declare(self) -> Declaration:
@@ -100,24 +89,21 @@ class SoftmaxQuantizer(_ChosenBySoftmax, KeyedQuantizer):
     return declared
 
   def check(self) -> None:
-    """Check that tied keys and values have one width."""
     super().check()
+    self._check_keys()
     if self.tied and self.width != self.dim:
       raise ValueError(
         f"`value_dim` must be dim {self.dim} where `tied` is True; got {self.value_dim}."
         " Leave it out, or give tied=False."
       )
 
-  def _own_keys(self):
-    return self.array("keys")
-
   def values(self) -> Float[Array, "Q K C"]:
     """The values; the keys where they are tied."""
-    return self.keys() if self.tied else super().values()
+    return self.array("keys") if self.tied else super().values()
 
   def _comparison(self):
-    keys = self.keys()
-    return lambda query: self.response(query, keys)
+    keys = self.array("keys")
+    return lambda query: quantize.dot_response(query, keys)
 
 
 class EncoderQuantizer(_ChosenBySoftmax):
@@ -183,7 +169,6 @@ class FreeQuantizer(_ChosenBySoftmax):
     return self if self.dim is not None else self.clone(dim=choices, value_dim=width)
 
   def check(self) -> None:
-    """Check that the vectors hold one response for each code of each subspace."""
     super().check()
     choices = self.subspaces * self.codes
     if self.dim != choices or self.value_dim is None:

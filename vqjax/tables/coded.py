@@ -197,11 +197,6 @@ def transform(
 
   With M = H + F + lam · trace/D · I it is T = M^1/2 Q, where Q are the eigenvectors of
   M^1/2 Σ M^1/2 and Σ is the covariance of the rows.
-
-  Args:
-    moments: the second moments H and F.
-    covariance: Σ.
-    lam: shrinkage of M, in mean eigenvalues.
   """
   if not 0 < lam < np.inf:
     raise ValueError(f"`lam` must be positive and finite; got {lam}. {SHRINKAGE} is usual.")

@@ -114,9 +114,7 @@ def untrained(
   Source: Land and Bartolo, 2024.
 
   Args:
-    table: the table.
     unused: tokens that are known not to occur, such as reserved ones; at least two.
-    is_output: whether a softmax reads the table.
 
   Returns:
     the distance of each row from the mean row of `unused`, or from 0 in a table for inputs only,

@@ -74,10 +74,6 @@ def units_of(byte_budget: int, vocab: int, dim: int, row_groups: int, others: in
   """Elements of the stream of a table of so many bytes, with float16 parameters.
 
   Args:
-    byte_budget: bytes of all arrays.
-    vocab: number of rows.
-    dim: width of the rows.
-    row_groups: number of row groups.
     others: bytes of the bias and of the ranks.
 
   Raises:
@@ -214,8 +210,6 @@ def allocate(
 
   Args:
     cost_CD: cost of a coordinate without bits.
-    size_C: rows of each row group.
-    units: elements of the stream.
     left: part of the cost that codes of 0, 1, ... bits leave.
   """
   left, size_C = np.asarray(left), np.asarray(size_C)

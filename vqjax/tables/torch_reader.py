@@ -29,18 +29,8 @@ TILE = 4096
 class TorchCompactEmbedding(torch.nn.Module):
   """The vectors of a compact file, and the scores of a head with these vectors.
 
-  The arrays are buffers: `to` moves them, and no optimiser trains them. The codes stay packed.
-
-  Attributes:
-    data: uint8, the bit-packed codes.
-    values: float32 [M or 1, K, C], from which the codes choose.
-    bias: float32 [V], the trained output bias, or None.
-    vocab: number of tokens, V.
-    dim: width of the vectors, D.
-    codes: number of values that a code chooses from, K.
-    subspaces: number of codes of a token, M.
-    additive: whether a vector is the mean of its values; otherwise their concatenation.
-    dtype: the dtype to which the vectors are rounded.
+  It has the attributes of `vqjax.CompactEmbedding`, whose arrays are buffers: `to` moves them, and
+  no optimiser trains them. The codes stay packed.
   """
 
   def __init__(self, path: str | os.PathLike[str]):

@@ -24,15 +24,16 @@ from experiments.studies.dpq import report
 from experiments.studies.dpq.models import EncoderDecoder
 from experiments.studies.dpq.rows import DPQRow, full, rows
 from experiments.studies.dpq.settings import HEADLINE, SCALES, DPQSetting
+from experiments.studies.dpq.starts import FromPart, FromTable
 from experiments.studies.dpq.translation import bleu
 from experiments.studies.held_out import held_out_scores, single_tokens
 from experiments.studies.study import Study, StudyJob, derived, training_job
 from vqjax import DPQEmbedding, Embedding
 from vqjax.convert import part_of, squared_error, with_part
-from vqjax.lab import exits, starting_points
+from vqjax.lab import exits
 from vqjax.lab.config import Experiment, with_vocab
 from vqjax.lab.data import fit_tokenizer
-from vqjax.lab.training import FromPart, read_run_variables, saved_steps
+from vqjax.lab.training import read_run_variables, saved_steps
 from vqjax.lab.training.run_folder import load_text
 from vqjax.lm.checkpoints import Tokenizer
 from vqjax.ops import quantize
@@ -70,7 +71,7 @@ def _trained(s: DPQSetting, row: DPQRow, seed: int = 0) -> StudyJob:
   name = f"{s.name}/{row.name}" + (f"-s{seed}" if seed else "")
   start, needs = None, ()
   if row.start is not None:
-    start, needs = starting_points.FromTable(s.path("full", seed), row.start), (f"{s.name}/full",)
+    start, needs = FromTable(s.path("full", seed), row.start), (f"{s.name}/full",)
   if s.before is not None:
     start = FromPart(f"{s.folder}/{s.before}/{row.name}-{seed}", "encoder")
     needs = (f"{s.before}/{row.name}",)

@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from experiments.studies.vq_logits.recluster import Recluster
 from experiments.studies.vq_logits.settings import VQLogitsSetting
 from vqjax import Head, assign, convert, embeddings, heads
 from vqjax.lab import starting_points
 from vqjax.lab.config import FROM_TOKENIZER, Experiment
-from vqjax.lab.training import FromRun, Recluster
+from vqjax.lab.training import FromRun
 
 V = FROM_TOKENIZER
 WITHOUT_HEAD = "embedding", "position", "blocks", "final_norm"

@@ -32,25 +32,19 @@ from vqjax.lab.data import Text, Windows, WordTokenizer
 from vqjax.lm.models import Transformer
 
 
-class Recorder:
-  def __init__(self, source, rows):
-    self.source, self.rows = source, rows
-
-  def __len__(self):
-    return len(self.source)
-
-  def __getitem__(self, index):
-    found = self.source[index]
-    with open(f"{os.environ['RECORD']}.{jax.process_index()}", "a") as file:
-      row = {"batch": index, "rows": self.rows.tolist(), "targets": found["targets"].tolist()}
-      file.write(json.dumps(row) + "\\n")
-    return found
-
-
 @dataclasses.dataclass(frozen=True)
 class Recorded(Windows):
-  def _source(self, *arguments):
-    return Recorder(super()._source(*arguments), arguments[-1])
+  def _batch_at(self, split, batch, context, seed, rows):
+    at = super()._batch_at(split, batch, context, seed, rows)
+
+    def recorded(index):
+      found = at(index)
+      with open(f"{os.environ['RECORD']}.{jax.process_index()}", "a") as file:
+        row = {"batch": index, "rows": rows.tolist(), "targets": found["targets"].tolist()}
+        file.write(json.dumps(row) + "\\n")
+      return found
+
+    return recorded
 
 
 def experiment():

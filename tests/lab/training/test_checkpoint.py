@@ -11,11 +11,9 @@ import numpy as np
 import optax
 import pytest
 
-from tests import tiny
 from vqjax.lab.training import fit
 from vqjax.lab.training.checkpoint import (
   Checkpoints,
-  FromPart,
   FromRun,
   read_run_variables,
   saved_steps,
@@ -403,14 +401,3 @@ def test_arrays_that_are_the_models_own_may_be_given_back(experiment):
   state, _ = on.step(state, on.place({"inputs": batch, "targets": batch}))
   assert int(state.step) == 1
   assert np.isfinite(jax.device_get(fresh.params["head"]["codebook"])).all()
-
-
-def test_a_run_may_begin_with_a_part_of_another(experiment, trained):
-  other = read_run_variables(trained)[0]["params"]
-  part = dataclasses.replace(experiment, init_from=FromPart(str(trained), "blocks"))
-  text, begun, fresh = tiny.begun(part)
-  jax.tree.map(np.testing.assert_array_equal, begun["params"]["blocks"], other["blocks"])
-  kept = {name: tree for name, tree in begun["params"].items() if name != "blocks"}
-  jax.tree.map(np.testing.assert_array_equal, kept, {name: fresh["params"][name] for name in kept})
-  with pytest.raises(ValueError, match=r"`part` must be one of .*; got 'encoder'"):
-    FromPart(str(trained), "encoder")(text, text.experiment.model, fresh)

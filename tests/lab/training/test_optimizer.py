@@ -1,19 +1,16 @@
 """Optimisers have the stated rates and layouts, and leave frozen parameters as they are."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from tests import tiny
 from tests.jitted import make_step
-from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead
-from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train, config_hash, override
+from vqjax import CodebookHead, DenseEmbedding, GroupedHead
+from vqjax.lab.config import Experiment, Train, config_hash, override
 from vqjax.lab.data import Windows
-from vqjax.lab.training import SGD, SM3, fit, init_state, learning_rate, optimizer
+from vqjax.lab.training import SGD, init_state, learning_rate, optimizer
 from vqjax.lab.training.optimizer import combine, decayed, partition, trainable_mask
 from vqjax.lab.training.program import Program, keys
 from vqjax.lm.models import Transformer
@@ -157,11 +154,6 @@ RATES = {
     Train(learning_rate=1.0, optimizer=SGD(hold=4, every=3, factor=0.5)),
     {0: 1, 3: 1, 4: 0.5, 6: 0.5, 7: 0.25, 9: 0.25, 10: 0.125},
   ),
-  # Climbs with the square of the step.
-  "sm3": (
-    Train(learning_rate=0.3, warmup=10, optimizer=SM3()),
-    {0: 0.3 * 0.01, 4: 0.3 * 0.25, 9: 0.3, 10: 0.3, 500: 0.3},
-  ),
 }
 
 
@@ -182,17 +174,3 @@ def test_fields_outside_their_range_are_refused():
   for fields in ((-1, 1, 0.5), (0, 0, 0.5), (0, 1, 0.0), (0, 1, 1.5)):
     with pytest.raises(ValueError, match=r"SGD: .* got hold="):
       SGD(*fields)
-  with pytest.raises(ValueError, match=r"`momentum` must be in \[0, 1\); got 1.0"):
-    SM3(momentum=1.0)
-
-
-@pytest.mark.slow
-def test_moments_of_rows_and_columns_learn_on_a_mesh(tmp_path):
-  mesh = MeshShape(data=2, fsdp=2, model=2)
-  text = tiny.write_text(tmp_path / "text")
-  settings = {"optimizer": SM3(), "learning_rate": 0.05, "warmup": 5, "clip": 1e6, "mesh": mesh}
-  run = tiny.experiment(text, DenseHead(FROM_TOKENIZER, 16), **settings)
-  result = fit(dataclasses.replace(run, name="sm3"), tmp_path / "run")
-  assert result["status"] == "finished"
-  losses = [row["loss"] for row in tiny.rows(tmp_path / "run") if "loss" in row]
-  assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.1

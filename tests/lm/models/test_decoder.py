@@ -1,5 +1,6 @@
 """The decoder equals its definition, is causal, and does not depend on how it is computed."""
 
+import functools
 import pathlib
 
 import jax
@@ -322,7 +323,7 @@ def test_attention_in_tiles_equals_attention_in_one_piece_with_its_gradients(
     mixed, pull_back = jax.vjp(whole, *parts[:3])
     return mixed, pull_back(parts[3])
 
-  both = in_one_piece, attention_module.attend_in_tiles
+  both = in_one_piece, functools.partial(attention_module.attend_to_itself, tiled=True)
   expected, found = results(lambda: [mixed_and_gradients(attend) for attend in both])
   # Sums over 13 positions of products that are sums over 7 numbers.
   assert_equal_up_to_rounding(found, expected, summands=13 + 7)

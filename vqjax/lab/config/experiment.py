@@ -118,8 +118,8 @@ class Experiment:
     seed: seed of initialisation, dropout and the order of the data.
     init_from: initial parameters of a fresh run, such as `training.FromRun(...)`; None: the model's
       own initialisers.
-    recluster: moves tokens between codes while a codebook is trained, a `training.Recluster`;
-      None: the assignment is fixed.
+    recluster: moves tokens between codes while a codebook is trained, such as
+      `experiments.studies.vq_logits.recluster.Recluster`; None: the assignment is fixed.
   """
 
   name: str

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import grain
@@ -56,7 +56,7 @@ class Loader(abc.ABC):
     if context < 1:
       raise ValueError(f"`model.context` must be at least 1; got {context}. Raise it.")
     rows = np.arange(batch) if rows is None else rows
-    source = self._source(split, batch, context, seed, rows)
+    source = _Endless(self._batch_at(split, batch, context, seed, rows))
     # A thread runs ahead, so that no step waits even where the tokens are not in memory yet.
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)
     return iter(grain.MapDataset.source(source).to_iter_dataset(reading))
@@ -77,10 +77,23 @@ class Loader(abc.ABC):
     return split.text_bytes
 
   @abc.abstractmethod
-  def _source(
+  def _batch_at(
     self, split: TokenSplit, batch: int, context: int, seed: int, rows: np.ndarray
-  ) -> "grain.sources.RandomAccessDataSource":
-    """Return random access to the rows of each batch that this process reads."""
+  ) -> Callable[[int], Batch]:
+    """Return a function: number of a batch -> its rows that this process reads."""
+
+
+class _Endless:
+  """A source of grain, from a function of the number of a batch."""
+
+  def __init__(self, get: Callable[[int], Batch]):
+    self._get = get
+
+  def __len__(self) -> int:
+    return ENDLESS
+
+  def __getitem__(self, index: int) -> Batch:
+    return self._get(index)
 
 
 class _NextTokens(Loader):
@@ -113,30 +126,14 @@ class Windows(_NextTokens):
 
   An epoch has every token: the last window starts early enough to be whole. A batch may hold the
   end of one epoch and the start of the next.
-
-  Attributes:
-    shuffle: False: the windows come in the order of the text.
   """
 
-  shuffle: bool = True
-
-  def _source(self, split, batch, context, seed, rows):
-    return _WindowBatches(split, batch, context, seed if self.shuffle else None, rows)
-
-
-class _WindowBatches:
-  def __init__(self, split, batch, context, seed, rows):
+  def _batch_at(self, split, batch, context, seed, rows):
     _check_tokens(split, batch, context)
-    self.split, self.context = split, context
-    self.order = _Order(math.ceil(len(split.tokens) / context), batch, seed, rows)
-
-  def __len__(self) -> int:
-    return ENDLESS
-
-  def __getitem__(self, index: int) -> Batch:
-    start = self.order[index] * self.context
-    start = np.minimum(start, len(self.split.tokens) - self.context)
-    return _rows(self.split, start, self.context, reset=True)
+    order = _Order(math.ceil(len(split.tokens) / context), batch, seed, rows)
+    last = len(split.tokens) - context
+    start = lambda index: np.minimum(order[index] * context, last)
+    return lambda index: _rows(split, start(index), context, reset=True)
 
 
 class _Order:
@@ -145,11 +142,11 @@ class _Order:
   Attributes:
     items: number of items in an epoch.
     batch: rows of a batch, B.
-    seed: seed of the permutations; None: each epoch has the items in their order.
+    seed: seed of the permutations.
     rows: the rows of a batch that this process reads.
   """
 
-  def __init__(self, items: int, batch: int, seed: int | None, rows: np.ndarray):
+  def __init__(self, items: int, batch: int, seed: int, rows: np.ndarray):
     self.items, self.batch, self.seed, self.rows = items, batch, seed, rows
     # A batch reads from at most two epochs, and permutations of large splits are slow.
     self._order = functools.lru_cache(maxsize=2)(self._permutation)
@@ -160,8 +157,6 @@ class _Order:
     return np.array([self._order(int(e))[p] for e, p in zip(epoch, position)])
 
   def _permutation(self, epoch: int) -> np.ndarray:
-    if self.seed is None:
-      return np.arange(self.items)
     return np.random.default_rng([self.seed, epoch]).permutation(self.items)
 
 
@@ -177,24 +172,17 @@ class Streams(_NextTokens):
     """Return the split in streams, for models that carry a state."""
     return EvaluationStreams(split, batch, context)
 
-  def _source(self, split, batch, context, seed, rows):
+  def _batch_at(self, split, batch, context, seed, rows):
     del seed
-    return _StreamBatches(split, batch, context, rows)
-
-
-class _StreamBatches:
-  def __init__(self, split, batch, context, rows):
     _check_tokens(split, batch, context)
-    self.split, self.context = split, context
-    self.length = len(split.tokens) // batch
-    self.starts = (np.arange(batch) * self.length)[rows]
+    length = len(split.tokens) // batch
+    starts = (np.arange(batch) * length)[rows]
 
-  def __len__(self) -> int:
-    return ENDLESS
+    def at(index):
+      step = index % (length // context)
+      return _rows(split, starts + step * context, context, reset=step == 0)
 
-  def __getitem__(self, index: int) -> Batch:
-    step = index % (self.length // self.context)
-    return _rows(self.split, self.starts + step * self.context, self.context, reset=step == 0)
+    return at
 
 
 def _rows(split: TokenSplit, starts: np.ndarray, context: int, reset: bool) -> Batch:
@@ -291,23 +279,14 @@ class Examples(Loader):
   def text_bytes(self, split):
     return None
 
-  def _source(self, split, batch, context, seed, rows):
-    return _ExampleBatches(self._reader(split, context), batch, seed, rows)
+  def _batch_at(self, split, batch, context, seed, rows):
+    read = self._reader(split, context)
+    order = _Order(len(read), batch, seed, rows)
+    return lambda index: read(order[index])
 
   @abc.abstractmethod
   def _reader(self, split: TokenSplit, context: int) -> _Reader:
     """Return the examples of a split."""
-
-
-class _ExampleBatches:
-  def __init__(self, read, batch, seed, rows):
-    self.read, self.order = read, _Order(len(read), batch, seed, rows)
-
-  def __len__(self) -> int:
-    return ENDLESS
-
-  def __getitem__(self, index: int) -> Batch:
-    return self.read(self.order[index])
 
 
 class _AllExamples:

@@ -37,9 +37,9 @@ class Chip:
 # (per chip)", 400, 1200 and 800 GB/s. The memory is what the compiler grants to a program, a little
 # less than the 16, 95 and 32 GB of the pages. Not v4: where there is no TPU its compiler knows a
 # chip as two devices, which a real machine joins to one.
-# GPUs: NVIDIA's datasheets of A100 80GB SXM, H100 SXM and H200 SXM: dense bf16, which is half of
-# the figure "with sparsity"; NVLink's total of 600 and 900 GB/s is for both directions. Between
-# nodes of eight: an adapter for each GPU, 200 Gbit/s in a DGX A100, 400 in a DGX H100 and H200.
+# GPUs: NVIDIA's datasheets of A100 80GB SXM, H100 SXM, H200 SXM and DGX B200: dense bf16, half of
+# the figure "with sparsity"; NVLink's total of 600, 900, 900 and 1800 GB/s is for both directions.
+# Between nodes of eight: an adapter for each GPU, 200 Gbit/s in a DGX A100, 400 in the later ones.
 V5E = Chip("TPU v5e", 197e12, int(15.75 * 2**30), 819e9, 200e9)
 V5P = Chip("TPU v5p", 459e12, int(95.74 * 2**30), 2765e9, 600e9)
 V6E = Chip("TPU v6e", 918e12, int(31.25 * 2**30), 1600e9, 400e9)
@@ -47,6 +47,7 @@ GPUS = {
   "A100": Chip("A100 80GB SXM", 312e12, 80 * 10**9, 2039e9, 300e9, 8, 25e9),
   "H100": Chip("H100 SXM", 989e12, 80 * 10**9, 3350e9, 450e9, 8, 50e9),
   "H200": Chip("H200 SXM", 989e12, 141 * 10**9, 4800e9, 450e9, 8, 50e9),
+  "B200": Chip("B200 SXM", 2250e12, 180 * 10**9, 8000e9, 900e9, 8, 50e9),
 }
 
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")

@@ -38,6 +38,8 @@ class Compiled(NamedTuple):
   Attributes:
     text: HLO of what runs on each device.
     stage: "optimised", the program that runs, or "partitioned", before it was optimised.
+    own: whether the compiler of the device made the program, so that its temporaries are the
+      device's.
     temporaries: bytes of device memory beside arguments and results; None where it is not known.
     code: bytes of the program itself.
     refused: why the compiler gave up, as it does where memory does not suffice; else None.
@@ -46,6 +48,7 @@ class Compiled(NamedTuple):
 
   text: str
   stage: str
+  own: bool
   temporaries: int | None
   code: int
   refused: str | None
@@ -68,6 +71,55 @@ def tpu_devices(topology: str) -> list:
   for name, value in _QUIET.items():
     os.environ.setdefault(name, value)
   return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+_GPU_TARGETS = {
+  "A100": (
+    "core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41 l2_cache_size: 41943040"
+    " shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912"
+    " cuda_compute_capability { major: 8 }"
+  ),
+  "H100": (
+    "core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800"
+    " shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448"
+    " cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }"
+  ),
+  "B200": (
+    "core_count: 148 fpus_per_core: 128 clock_rate_ghz: 1.965 l2_cache_size: 132644864"
+    " shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448"
+    " cuda_compute_capability { major: 10 feature_extension: ACCELERATED_FEATURES }"
+  ),
+}
+"""What XLA's compiler asks of a GPU, from NVIDIA's documents; an H200 computes as an H100."""
+
+
+def gpu_devices(kind: str, count: int) -> list:
+  """Devices to compile for: abstract GPUs of a kind, or simulated CPUs without their compiler.
+
+  The compiler is that of `jax[cuda13]`; no GPU is needed.
+
+  Raises:
+    ValueError: a number below 1, or, without the compiler, jax runs already with fewer devices.
+  """
+  if count < 1:
+    raise ValueError(f"`--devices` must be at least 1; got {count}. Give the number of GPUs.")
+  if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+    return simulated_devices(count)
+  chip = chips.GPUS[kind]
+  target = (
+    "gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32"
+    " threads_per_core_limit: 2048 shared_memory_per_block: 49152 registers_per_core_limit: 65536"
+    " registers_per_block_limit: 65536 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535"
+    f" block_dim_limit_z: 65535 memory_bandwidth: {int(chip.bandwidth)}"
+    f" device_memory_size: {chip.memory} {_GPU_TARGETS[kind.replace('H200', 'H100')]} }}"
+    ' platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 }'
+    f' device_description_str: "NVIDIA {chip.name}"'
+  )
+  # Hosts of eight, as the chips' nodes are.
+  nodes, each = (count // chip.node, chip.node) if count % chip.node == 0 else (1, count)
+  return topologies.get_topology_desc(
+    platform="cuda", target_config=target, topology=f"{nodes}x1x{each}"
+  ).devices
 
 
 def simulated_devices(count: int) -> list:
@@ -111,6 +163,7 @@ def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> Compiled:
     if mesh.devices.flat[0].platform == "cpu":
       # This pass aborts the process at sums of bfloat16 over devices.
       options["xla_disable_hlo_passes"] = "all-reduce-promotion"
+    platform = mesh.devices.flat[0].platform
     start, refused, stats = time.perf_counter(), None, None
     try:
       stats = lowered.compile(compiler_options=options).memory_analysis()
@@ -119,10 +172,12 @@ def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> Compiled:
         raise
       refused = str(error)
     seconds = time.perf_counter() - start
-    text, stage = _text(pathlib.Path(folder), mesh.size)
+    # Products are calls of libraries, and opaque kernels, in what a GPU runs.
+    is_gpu = platform not in ("cpu", "tpu")
+    text, stage = _text(pathlib.Path(folder), mesh.size, is_gpu)
   temporaries = stats.temp_size_in_bytes if stats else _wanted(refused)
   code = stats.generated_code_size_in_bytes if stats else 0
-  return Compiled(text, stage, temporaries, code, refused, seconds)
+  return Compiled(text, stage, platform != "cpu", temporaries, code, refused, seconds)
 
 
 @contextlib.contextmanager
@@ -138,8 +193,8 @@ def _no_cache():
     compilation_cache.reset_cache()
 
 
-def _text(folder: pathlib.Path, devices: int) -> tuple[str, str]:
-  for stage, files in _candidates(folder, devices):
+def _text(folder: pathlib.Path, devices: int, is_gpu: bool) -> tuple[str, str]:
+  for stage, files in _candidates(folder, devices, is_gpu):
     if files:
       return max(files, key=lambda file: file.stat().st_size).read_text(), stage
   raise ValueError(
@@ -148,7 +203,11 @@ def _text(folder: pathlib.Path, devices: int) -> tuple[str, str]:
   )
 
 
-def _candidates(folder: pathlib.Path, devices: int) -> Iterator[tuple[str, list[pathlib.Path]]]:
+def _candidates(
+  folder: pathlib.Path, devices: int, is_gpu: bool
+) -> Iterator[tuple[str, list[pathlib.Path]]]:
+  if is_gpu and devices == 1:
+    yield "partitioned", list(folder.rglob("*before_optimizations.txt"))
   # The CPU's optimised program widens bfloat16 before it is sent, which a GPU's does not.
   yield "optimised", list(folder.rglob("*[0-9].after_optimizations.txt"))
   if devices > 1:

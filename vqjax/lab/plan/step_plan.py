@@ -90,7 +90,7 @@ def _fits(
   """Whether memory suffices; None if only the device's own compiler can tell."""
   if compiled.refused or _total_bytes(sizes | {"temporaries": 0}) > chip.memory:
     return False
-  return _total_bytes(sizes) <= chip.memory if compiled.stage == "optimised" else None
+  return _total_bytes(sizes) <= chip.memory if compiled.own else None
 
 
 def _traffic(sizes: dict[str, int | None]) -> int:

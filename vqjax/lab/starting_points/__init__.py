@@ -11,7 +11,6 @@ from vqjax.lab.starting_points.fine_tuning import (
 from vqjax.lab.starting_points.starts import (
   Checkpoint,
   FromDense,
-  FromTable,
   FromVectors,
   Mapped,
   Regrouped,
@@ -26,7 +25,6 @@ __all__ = [
   "Checkpoint",
   "Distilled",
   "FromDense",
-  "FromTable",
   "FromTeacher",
   "FromVectors",
   "Mapped",

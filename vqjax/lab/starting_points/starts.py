@@ -14,8 +14,7 @@ from flax import linen as nn
 from vqjax.convert.grouped import Ordering, as_codes, token_order
 from vqjax.convert.mappings import Mapping, TokenStats
 from vqjax.convert.targets import unigram_bias
-from vqjax.convert.trained_variables import Variables, merged, part_of, with_part
-from vqjax.embeddings import Embedding
+from vqjax.convert.trained_variables import Variables, merged, part_of
 from vqjax.heads import Head
 from vqjax.lab.training.checkpoint import check_tokenizer, read_run_variables
 from vqjax.lab.training.run_folder import EncodedText
@@ -25,7 +24,6 @@ from vqjax.lm.texts import data_path
 __all__ = [
   "Checkpoint",
   "FromDense",
-  "FromTable",
   "FromVectors",
   "Mapped",
   "Regrouped",
@@ -273,48 +271,6 @@ def dense_rows(variables: Variables, source: str) -> np.ndarray:
       " lower learning rate."
     )
   return np.asarray(rows)
-
-
-@dataclasses.dataclass(frozen=True)
-class FromTable:
-  """An embedding made from the dense table of a run; the rest is initialised.
-
-  Attributes:
-    folder: run folder of the run with the table.
-    fill: (embedding, its fresh variables, table) -> its variables, such as `convert.Guide()` or
-      `convert.LearnedCodes(...)`.
-    best: read the checkpoint of the lowest validation loss; False: the newest.
-  """
-
-  folder: str
-  fill: Callable[[Embedding, Variables, np.ndarray], Variables]
-  best: bool = False
-
-  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
-    """The fresh variables with this embedding.
-
-    Raises:
-      FileNotFoundError: the folder has no checkpoint.
-      ValueError: the run has another tokenizer, or its embedding has no table, one of another
-        shape, or one that is not finite.
-    """
-    check_tokenizer(self.folder, text)
-    trained, step = read_run_variables(self.folder, self.best)
-    table = trained["params"].get("embedding", {}).get("weight")
-    source = f"checkpoint {step} of {self.folder}"
-    shape = [model.embedding.vocab, model.embedding.dim]
-    if table is None or list(table.shape) != shape:
-      got = "none" if table is None else list(table.shape)
-      raise ValueError(
-        f"the table of {source} must have shape {shape}, as the model's embedding; got {got}."
-        " Give the embedding the sizes of the run."
-      )
-    if not np.isfinite(table).all():
-      raise ValueError(
-        f"the table of {source} must be finite; got nan or infinity. Use another checkpoint."
-      )
-    fresh = part_of(variables, "embedding")
-    return with_part(variables, "embedding", self.fill(model.embedding, fresh, np.asarray(table)))
 
 
 def student_of(variables: Variables) -> Variables:

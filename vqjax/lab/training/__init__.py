@@ -1,22 +1,18 @@
 """Training of experiments: steps, checkpoints, resumption and evaluation."""
 
-from vqjax.lab.training.checkpoint import FromPart, FromRun, read_run_variables, saved_steps
+from vqjax.lab.training.checkpoint import FromRun, read_run_variables, saved_steps
 from vqjax.lab.training.evaluate import Cost, Score, evaluate, loss_cost, make_scorer
 from vqjax.lab.training.interrupt import Interrupted
 from vqjax.lab.training.loop import NotFiniteError, fit
-from vqjax.lab.training.optimizer import SGD, SM3, learning_rate, optimizer
-from vqjax.lab.training.recluster import Recluster
+from vqjax.lab.training.optimizer import SGD, learning_rate, optimizer
 from vqjax.lab.training.step import TrainState, init_state
 
 __all__ = [
   "SGD",
-  "SM3",
   "Cost",
-  "FromPart",
   "FromRun",
   "Interrupted",
   "NotFiniteError",
-  "Recluster",
   "Score",
   "TrainState",
   "evaluate",

@@ -15,11 +15,17 @@ from flax import linen as nn
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from vqjax.lab.training.distributed import await_verdict, from_main, is_joined, is_main
-from vqjax.lab.training.run_folder import START_AFRESH, EncodedText, read_config, read_metrics
+from vqjax.lab.training.run_folder import (
+  START_AFRESH,
+  EncodedText,
+  disk_errors,
+  read_config,
+  read_metrics,
+)
 from vqjax.lab.training.step import TrainState, state_checksums
 from vqjax.lm import records
 
-__all__ = ["FromPart", "FromRun", "read_run_variables", "saved_steps"]
+__all__ = ["FromRun", "read_run_variables", "saved_steps"]
 
 
 def _validation_loss(metrics: dict) -> float:
@@ -99,10 +105,8 @@ class Checkpoints:
     self.folder, self.owner, self._complete_by = folder / "checkpoints", owner, complete_by
     self._saving = self._progress = None
     # Before Orbax reads the metrics of all of them. The other processes wait.
-    try:
+    with disk_errors(self.folder):
       from_main("checkpoints", self._inspect)
-    except OSError as error:
-      raise records.disk_error(error, self.folder) from error
     best = policy.BestN(
       get_metric_fn=_validation_loss,
       reverse=True,  # Orbax keeps the last of the sorted checkpoints: the least loss
@@ -115,7 +119,7 @@ class Checkpoints:
       async_options=ocp.AsyncOptions(post_finalization_callback=self._write_progress),
       **BEST,
     )
-    try:
+    with disk_errors(self.folder):
       self._manager = ocp.CheckpointManager(
         self.folder.absolute(),
         options=options,
@@ -124,8 +128,6 @@ class Checkpoints:
           "record": ocp.JsonCheckpointHandler(),
         },
       )
-    except OSError as error:
-      raise records.disk_error(error, self.folder) from error
 
   def _inspect(self) -> str:
     """Compare the records with what is there, and move those that are damaged aside."""
@@ -492,39 +494,3 @@ class FromRun:
     check_tokenizer(self.folder, text)
     other, _ = read_run_variables(self.folder, self.best)
     return other
-
-
-@dataclasses.dataclass(frozen=True)
-class FromPart:
-  """Initialises one part of a model, such as its encoder, from another run.
-
-  Attributes:
-    folder: the other run's folder.
-    part: name of the part in both models.
-    best: read its checkpoint of lowest validation loss instead of the newest.
-  """
-
-  folder: str
-  part: str
-  best: bool = False
-
-  def __call__(
-    self, text: EncodedText, model: nn.Module, variables: dict[str, Any]
-  ) -> dict[str, Any]:
-    """Return the fresh variables with the other run's part.
-
-    Raises:
-      FileNotFoundError: the folder has no checkpoint.
-      ValueError: the tokenizers differ, or one of the models has no such part.
-    """
-    del model
-    check_tokenizer(self.folder, text)
-    other, step = read_run_variables(self.folder, self.best)
-    for owner, tree in ((f"checkpoint {step} of {self.folder}", other), ("the model", variables)):
-      if self.part not in tree["params"]:
-        raise ValueError(
-          f"`part` must be one of {', '.join(sorted(tree['params']))} in {owner}; got"
-          f" {self.part!r}."
-        )
-    part = {name: {self.part: tree[self.part]} for name, tree in other.items() if self.part in tree}
-    return {name: tree | part.get(name, {}) for name, tree in variables.items()}

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tensorboardX import SummaryWriter
 
 from vqjax.lab.training.distributed import is_main
-from vqjax.lab.training.run_folder import read_metrics
+from vqjax.lab.training.run_folder import disk_errors, read_metrics
 from vqjax.lm import records
 
 __all__ = []
@@ -35,22 +35,18 @@ class MetricsLog:
         none; None without a checkpoint.
     """
     self.path = folder / "metrics.jsonl"
-    try:
+    with disk_errors(self.path):
       self.last = _keep_until(self.path, step, last)
       self._file = self.path.open("a", encoding="utf-8")
       # TensorBoard discards earlier events from this step on, which the resumed run writes again.
       self._events = SummaryWriter(str(folder / "events"), purge_step=step + 1)
-    except OSError as error:
-      raise records.disk_error(error, self.path) from error
 
   def write(self, row: dict) -> None:
     """Append and flush a row."""
     row = records.sealed(row, self.last)
-    try:
+    with disk_errors(self.path):
       self._file.write(records.dumps(row))
       self._file.flush()  # a killed process loses its buffer
-    except OSError as error:
-      raise records.disk_error(error, self.path) from error
     self.last = row.pop(records.CHECKSUM)
     for name, value in row.items():
       if isinstance(value, dict):
@@ -115,12 +111,15 @@ def progress_bar(
   Of several processes the first shows it.
   """
   console = console or Console(stderr=True, quiet=not is_main())
-  began = time.perf_counter()
+  last = time.perf_counter(), first_step
 
   def pace(step: int) -> tuple[float, float]:
-    """Tokens per second, and seconds left."""
-    seconds, done = max(time.perf_counter() - began, 1e-9), step - first_step
-    return done * tokens_per_step / seconds, (steps - step) * seconds / max(done, 1)
+    """Tokens per second since the last call, and seconds left at this rate."""
+    nonlocal last
+    (began, first), last = last, (time.perf_counter(), step)
+    # Not since the start: the first steps wait for the compiler.
+    seconds, done = max(last[0] - began, 1e-9), max(step - first, 1)
+    return done * tokens_per_step / seconds, (steps - step) * seconds / done
 
   def print_line(step: int, loss: float) -> None:
     if step % max(1, steps // 10) == 0 or step == steps:

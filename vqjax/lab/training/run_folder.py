@@ -1,5 +1,6 @@
 """The run folder, its JSON files, and the text that a run trains on."""
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -10,7 +11,7 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from typing import Any, Literal
 
 from vqjax.lab.config import Experiment, config_hash, describe, difference, with_vocab
@@ -87,6 +88,15 @@ class _Lock:
 
 START_AFRESH = "To start over, remove {} or give another folder with --run."
 """What to do with a run folder that cannot be resumed."""
+
+
+@contextlib.contextmanager
+def disk_errors(path: pathlib.Path) -> Iterator[None]:
+  """Let errors of the system name this path and a remedy."""
+  try:
+    yield
+  except OSError as error:
+    raise records.disk_error(error, path) from error
 
 
 def read_result(folder: str | os.PathLike) -> dict | None:
@@ -191,7 +201,8 @@ class RunFolder:
     # Checkpoints name their owner, so that they cannot change hands with a lost config.json.
     self.owner = f"{mine['hash']}-{records.checksum(json.dumps(data, sort_keys=True).encode())}"
     try:
-      token = from_main("run folder", lambda: self._open(mine))
+      with disk_errors(path):
+        token = from_main("run folder", lambda: self._open(mine))
       if not is_main():
         _wait_for_token(path / "lock", token)
     except BaseException:
@@ -203,20 +214,15 @@ class RunFolder:
     path = self.path
     try:
       theirs = read_config(path)
-    except OSError as error:
-      raise records.disk_error(error, path) from error
     except records.DamagedError as error:
       # Checkpoints name the config too, so that another one cannot go on in this folder.
       _warn_and_set_aside(error, path / "config.json")
       theirs = None
     if theirs is not None:
       _check_owner(path, mine, theirs)
-    try:
-      path.mkdir(parents=True, exist_ok=True)
-      # Opened with "a": "w" would erase the content of a run that holds the lock.
-      self._lock = (path / "lock").open("a")
-    except OSError as error:
-      raise records.disk_error(error, path) from error
+    path.mkdir(parents=True, exist_ok=True)
+    # Opened with "a": "w" would erase the content of a run that holds the lock.
+    self._lock = (path / "lock").open("a")
     # The kernel releases the lock when the process ends, even when it is killed: a file that is
     # left behind is taken over.
     try:
@@ -226,20 +232,15 @@ class RunFolder:
         f"another process is running in {path}{_holder(path / 'lock')}. Wait for it, or give"
         " another folder with --run."
       ) from None
-    except OSError as error:
-      raise records.disk_error(error, path) from error
-    try:
-      if theirs is None:
-        records.write(path / "config.json", mine)
-      # A folder of the same path on another machine may exist; only the shared one has this token.
-      now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-      holder = _Lock(uuid.uuid4().hex, socket.gethostname(), os.getpid(), now)
-      content = records.dumps(records.sealed(dataclasses.asdict(holder)))
-      self._lock.truncate(0)
-      self._lock.write(content)
-      self._lock.flush()
-    except OSError as error:
-      raise records.disk_error(error, path) from error
+    if theirs is None:
+      records.write(path / "config.json", mine)
+    # A folder of the same path on another machine may exist; only the shared one has this token.
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    holder = _Lock(uuid.uuid4().hex, socket.gethostname(), os.getpid(), now)
+    content = records.dumps(records.sealed(dataclasses.asdict(holder)))
+    self._lock.truncate(0)
+    self._lock.write(content)
+    self._lock.flush()
     return content
 
   def check(self) -> None:
@@ -279,10 +280,8 @@ class RunFolder:
     """Write result.json atomically; of several processes the first writes its own."""
 
     def write() -> str:
-      try:
+      with disk_errors(self.path):
         records.write(self.path / "result.json", result)
-      except OSError as error:
-        raise records.disk_error(error, self.path) from error
       return "written"
 
     from_main("result", write)

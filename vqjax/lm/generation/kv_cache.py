@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vqjax.lm.generation.draft_trees import DraftTree
 from vqjax.lm.models import Transformer
-from vqjax.lm.models.attention import attend, attend_in_tiles
+from vqjax.lm.models.attention import attend, attend_to_itself
 from vqjax.lm.models.decoder import Angles, Block, BlockSettings
 
 __all__ = ["Variables", "decode", "extend", "prefill", "unstacked"]
@@ -250,7 +250,7 @@ def _of_prompt(
   block: Block, x_BTD: Array, layer: BlockSettings, angles: Angles | None, length: Array, slots: int
 ) -> tuple[Array, Ring]:
   query, key, value = block.query_key_values(block.attention_norm(x_BTD), layer, angles)
-  mixed = attend_in_tiles(query, key, value, layer.window, **_options(block))
+  mixed = attend_to_itself(query, key, value, layer.window, tiled=True, **_options(block))
   ring = Ring.of_prompt(key, value, length, slots)
   return block.feed_forward(x_BTD, mixed, deterministic=True), ring
 

@@ -62,17 +62,51 @@ def attend(
   return jnp.einsum("bgnts,bsgc->btgnc", weight, value).reshape(batch, length, heads, width)
 
 
-def attend_in_tiles(
+def attend_to_itself(
   query: Float[Array, "B T H C"],
   key: Float[Array, "B T G C"],
   value: Float[Array, "B T G C"],
   window: Int[Array, ""] | None = None,
-  **options: float | None,
+  *,
+  tiled: bool = False,
+  scale: float | None = None,
+  softcap: float | None = None,
 ) -> Float[Array, "B T H C"]:
-  """Attention of positions 0 to T - 1 among themselves, in tiles of query positions.
+  """Attention of positions 0 to T - 1 among themselves; it equals `attend` up to rounding.
 
-  It equals `attend` up to rounding; the options are `scale` and `softcap`.
+  On a GPU it is cuDNN's, which stores no weights, where that has it: 16-bit vectors, no window and
+  no cap.
+
+  Args:
+    query: the queries.
+    key: the keys.
+    value: the values.
+    window: as in `attend`.
+    tiled: whether elsewhere tiles of query positions are computed, and once more in the backward
+      pass, so that no array of T·T elements is alive.
+    scale: as in `attend`.
+    softcap: as in `attend`.
   """
+  if _has_cudnn(query, window, softcap):
+    return jax.nn.dot_product_attention(
+      query, key, value, scale=scale, is_causal=True, implementation="cudnn"
+    )
+  options = {"scale": scale, "softcap": softcap}
+  if tiled:
+    return _attend_in_tiles(query, key, value, window, **options)
+  position_T = jnp.arange(query.shape[1])
+  return attend(query, key, value, position_T, position_T, window, **options)
+
+
+def _has_cudnn(query, window, softcap):
+  is_narrow = query.dtype in (jnp.bfloat16, jnp.float16)
+  fits = query.shape[-1] <= 128 and query.shape[-1] % 8 == 0 and query.shape[1] % 2 == 0
+  is_gpu = vocab_parallel.platform() == "gpu"
+  return is_gpu and is_narrow and fits and window is None and softcap is None
+
+
+def _attend_in_tiles(query, key, value, window, **options):
+  """Attention in tiles of query positions."""
   batch, length, heads, width = query.shape
   size = tile_size(query.shape, most_scores() * vocab_parallel.devices().count)
   tiles = math.ceil(length / size)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
-from vqjax.lm.models.attention import attend, attend_in_tiles
+from vqjax.lm.models.attention import attend_to_itself
 from vqjax.lm.models.base import (
   NORM_AXES,
   ROWS,
@@ -221,11 +221,7 @@ class Block(nn.Module):
     """
     query, key, value = self.query_key_values(self.attention_norm(x_BTD), layer, angles)
     options = {"scale": self.attention.scale, "softcap": self.attention.softcap}
-    if self.remat:
-      mixed = attend_in_tiles(query, key, value, layer.window, **options)
-    else:
-      position_T = jnp.arange(x_BTD.shape[1])
-      mixed = attend(query, key, value, position_T, position_T, layer.window, **options)
+    mixed = attend_to_itself(query, key, value, layer.window, tiled=self.remat, **options)
     return self.feed_forward(x_BTD, mixed, deterministic), None
 
   def query_key_values(

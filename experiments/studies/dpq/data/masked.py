@@ -43,9 +43,9 @@ class Masked(Windows):
         windows.append(self.mask(window, split, seed=seed, rows=one, batch=1))
       yield {name: np.concatenate([x[name] for x in windows]) for name in windows[0]}
 
-  def _source(self, split, batch, context, seed, rows):
-    plain = super()._source(split, batch, context, seed, rows)
-    return _MaskedBatches(self, plain, split, 0 if seed is None else seed, rows, batch)
+  def _batch_at(self, split, batch, context, seed, rows):
+    plain = super()._batch_at(split, batch, context, seed, rows)
+    return lambda index: self.mask(plain(index), split, seed=[seed, index], rows=rows, batch=batch)
 
   def mask(
     self, plain: Batch, split: TokenSplit, *, seed: list[int], rows: np.ndarray, batch: int
@@ -62,17 +62,3 @@ class Masked(Windows):
       "inputs": np.where(chosen, seen, tokens).astype(np.int32),
       "targets": np.where(chosen, tokens, NONE).astype(np.int32),
     }
-
-
-class _MaskedBatches:
-  def __init__(self, loader, plain, split, seed, rows, batch):
-    self.loader, self.plain, self.split = loader, plain, split
-    self.seed, self.rows, self.batch = seed, rows, batch
-
-  def __len__(self) -> int:
-    return len(self.plain)
-
-  def __getitem__(self, index: int) -> Batch:
-    seed = [self.seed, index]
-    plain = self.plain[index]
-    return self.loader.mask(plain, self.split, seed=seed, rows=self.rows, batch=self.batch)

@@ -11,6 +11,7 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from experiments.studies.dpq.models import beam
 from experiments.studies.dpq.models.attention import (
   DECODER_AXES,
   ENCODER_AXES,
@@ -31,7 +32,6 @@ from vqjax.lm.models.base import (
   named,
   vocabulary_axes,
 )
-from vqjax.ops import beam
 from vqjax.types import Dtype
 
 Inputs = dict[str, Integer[Array, "B _"]]
@@ -137,7 +137,7 @@ def translate(
   beams: int = 4,
   penalty: float = 0.6,
 ) -> beam.BeamResult:
-  """The best translation of each source by beam search; see `ops.beam.beam_search`."""
+  """The best translation of each source by beam search; see `beam.beam_search`."""
   count = min(2 * beams, model.head.vocab)
   step = lambda tokens, state: model.apply(variables, tokens, state, count, method="likeliest")
   state = model.apply(variables, source, beams, method="begin")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vqjax.ops.beam import beam_search
+from experiments.studies.dpq.models.beam import beam_search
 
 V, EOS = 4, 0
 

@@ -1,6 +1,6 @@
 """Tests of the time of a TPU program by the compiler's account."""
 
-from vqjax.lab.plan import cycles
+from experiments.bench import cycles
 
 # A loop of 8 steps with a product of 100 cycles and a conditional of 30 or 5 in each, after 7.
 TEXT = """

@@ -1,13 +1,15 @@
-"""Runs whose embedding is made of a trained table, or whose centroids are clustered."""
+"""Runs that begin with a part of another run, or with its table."""
 
 import dataclasses
 import functools
 import pathlib
 import tempfile
 
+import jax
 import numpy as np
 import pytest
 
+from experiments.studies.dpq.starts import FromPart, FromTable
 from tests import jitted, tiny
 from vqjax import (
   DenseEmbedding,
@@ -19,7 +21,6 @@ from vqjax import (
   convert,
 )
 from vqjax.convert import part_of
-from vqjax.lab import starting_points
 from vqjax.lab.config import FROM_TOKENIZER as V
 from vqjax.lab.config import Experiment, Train
 from vqjax.lab.data import Text, Windows, WordTokenizer
@@ -61,7 +62,7 @@ def table_of(folder):
 @pytest.mark.slow
 def test_a_guided_embedding_learns_the_table(dense, tmp_path):
   embedding = GuidedEmbedding(V, D, DenseEmbedding(V, D), weight=100.0)
-  start = starting_points.FromTable(str(dense), convert.Guide())
+  start = FromTable(str(dense), convert.Guide())
   run = experiment(embedding, start)
   more = dataclasses.replace(run.train, steps=200, learning_rate=3e-2)
   more = dataclasses.replace(more, eval_every=200, save_every=200)
@@ -80,7 +81,7 @@ def test_codes_rebuild_the_table_and_training_keeps_them(dense, tmp_path):
   )
   codes = convert.LearnedCodes(network, steps=500)
   embedding = ProductEmbedding(V, D, 8, 4, additive=True)
-  start = starting_points.FromTable(str(dense), codes)
+  start = FromTable(str(dense), codes)
   text, variables, _ = tiny.begun(experiment(embedding, start))
   own, table = text.experiment.model.embedding, table_of(dense)
   found = jitted.apply(own, part_of(variables, "embedding"), method="table")
@@ -94,11 +95,11 @@ def test_codes_rebuild_the_table_and_training_keeps_them(dense, tmp_path):
 @pytest.mark.slow
 def test_an_embedding_that_does_not_fit_its_fill_is_refused(dense):
   network = SoftmaxQuantizer(4, 2, D)
-  guide = starting_points.FromTable(str(dense), convert.Guide())
+  guide = FromTable(str(dense), convert.Guide())
   for start, embedding, message in (
     (guide, DenseEmbedding(V, D), "must be a GuidedEmbedding; got a DenseEmbedding"),
     (
-      starting_points.FromTable(str(dense), convert.LearnedCodes(network, 1)),
+      FromTable(str(dense), convert.LearnedCodes(network, 1)),
       ProductEmbedding(V, D, 8, 2),
       r"\(4, 2, False, False\); got a ProductEmbedding with \(8, 2, False, False\)",
     ),
@@ -111,3 +112,14 @@ def test_an_embedding_that_does_not_fit_its_fill_is_refused(dense):
   model = Transformer(narrow, DenseHead(vocab, 4), 4, 1, 2, 8)
   with pytest.raises(ValueError, match=rf"shape \[{vocab}, 4\], .* got \[{vocab}, 8\]"):
     guide(text, model, {"params": {"embedding": {}}})
+
+
+def test_a_run_may_begin_with_a_part_of_another(dense):
+  other = read_run_variables(dense)[0]["params"]
+  start = FromPart(str(dense), "blocks")
+  text, begun, fresh = tiny.begun(experiment(DenseEmbedding(V, D), start))
+  jax.tree.map(np.testing.assert_array_equal, begun["params"]["blocks"], other["blocks"])
+  kept = {name: tree for name, tree in begun["params"].items() if name != "blocks"}
+  jax.tree.map(np.testing.assert_array_equal, kept, {name: fresh["params"][name] for name in kept})
+  with pytest.raises(ValueError, match=r"`part` must be one of .*; got 'encoder'"):
+    FromPart(str(dense), "encoder")(text, text.experiment.model, fresh)

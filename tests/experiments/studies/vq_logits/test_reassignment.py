@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from vqjax.ops import reassignment
+from experiments.studies.vq_logits import reassignment
 
 VOCAB, CODES, WIDTH, POSITIONS = 53, 7, 5, 600
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.studies.vq_logits import reassignment
 from vqjax import assign, sharding
 from vqjax.heads import CodebookHead
 from vqjax.lab.data import EvaluationBatches, TokenSplit
 from vqjax.lab.training.program import Program
 from vqjax.lab.training.step import TrainState
-from vqjax.ops import reassignment
 
 __all__ = ["Recluster"]
 
@@ -26,7 +26,7 @@ class Recluster:
   """Moves tokens to the codes that fit their contexts best, every `every` steps.
 
   The mean hidden state of a token's contexts, over a segment of the training text, determines the
-  code that raises the likelihood of the segment most: see `vqjax.ops.reassignment`. For given
+  code that raises the likelihood of the segment most: see `reassignment`. For given
   hidden states and codewords, the loss of the segment never rises. Only codes without a token get
   other codewords, so Adam's moments are kept: the old moments of such a codeword decay within
   1 / (1 - beta1) steps.

@@ -6,14 +6,22 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.studies.vq_logits.recluster import Recluster
 from tests import tiny
 from vqjax import CodebookEmbedding, CodebookHead, DenseHead
 from vqjax.lab import starting_points
 from vqjax.lab.config import FROM_TOKENIZER
-from vqjax.lab.training import Recluster, fit, read_run_variables
+from vqjax.lab.training import fit, read_run_variables
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.run_folder import load_text
 from vqjax.sharding import MeshShape, make_mesh
+
+
+@pytest.fixture
+def experiment(tmp_path):
+  """Forty steps of a codebook decoder."""
+  head = CodebookHead(FROM_TOKENIZER, 16, codes=8, token_bias=True)
+  return tiny.experiment(tiny.write_text(tmp_path / "text"), head)
 
 
 def with_recluster(experiment, recluster, **head):
