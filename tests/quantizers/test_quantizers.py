@@ -162,6 +162,11 @@ def test_values_may_have_another_width_than_keys():
   assert variables["params"]["values"].shape == (M, K, 7)
 
 
+def test_tied_keys_are_the_values():
+  variables, _ = made(SoftmaxQuantizer(K, M, D, tied=True))
+  assert variables["params"].keys() == {"keys"}
+
+
 @reference.needs_float16
 def test_half_precision_distances_do_not_overflow():
   x = np.full((2, D), 300, np.float16)
