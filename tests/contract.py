@@ -106,6 +106,33 @@ class OneDeviceContract:
     np.testing.assert_allclose(reference.log_softmax(logits), expected, atol=2e-5)
     np.testing.assert_allclose(log_prob, reference.of_tokens(expected, tokens), atol=2e-5)
 
+  def test_every_row_has_its_temperature_and_nucleus(
+    self, head, variables, hidden, tokens, expected
+  ):
+    warm = np.float32([[0.0, 0.5, 1.0, 2.0, np.nan]] * 3)
+    positive, tiny = np.where(warm > 0, warm, 1), np.full((3, 5), 1e-6, np.float32)
+
+    def run(variables, hidden, tokens, warm, positive, tiny):
+      draw = lambda *options: head.apply(
+        variables, hidden, jax.random.key(1), *options, method="sample"
+      )
+      log_prob = head.apply(variables, hidden, tokens, positive, method="log_prob")
+      return log_prob, draw(warm), draw(warm, 7, 1.0), draw(0.9, None, tiny)
+
+    log_prob, any_token, of_seven, best = results(
+      run, variables, hidden, tokens, warm, positive, tiny
+    )
+    scaled = reference.log_softmax(expected / positive[..., None])
+    np.testing.assert_allclose(log_prob, reference.of_tokens(scaled, tokens), atol=1e-4)
+    top = expected.max(axis=-1)
+    for drawn, greedy in ((any_token, [0, 4]), (of_seven, [0, 4]), (best, slice(None))):
+      assert ((drawn >= 0) & (drawn < self.vocab)).all(), drawn
+      of_drawn = reference.of_tokens(expected, drawn)
+      # Tokens of equal scores are equally good.
+      np.testing.assert_allclose(of_drawn[:, greedy], top[:, greedy], atol=2e-5)
+    seventh = -np.sort(-expected, axis=-1)[..., 6]
+    assert (reference.of_tokens(expected, of_seven) >= seventh - 2e-5).all()
+
   def test_probabilities_sum_to_one(self, run, hidden, cotangent):
     row = np.broadcast_to(hidden[0, 0], hidden.shape)
     every = np.resize(np.arange(self.vocab), (math.ceil(self.vocab / 15), 3, 5)).astype(np.int32)

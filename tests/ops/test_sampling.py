@@ -70,12 +70,24 @@ def test_the_nucleus_is_the_smallest_set_that_reaches_its_mass():
       assert mass.sum() - mass.min() < top_p + 1e-6
 
 
-def test_tokens_that_tie_at_the_edge_of_the_nucleus_stay():
-  scores = np.log([[0.4, 0.2, 0.2, 0.2]])
-  nucleus = lambda x, top_p: sampling.nucleus(blocks_of(x, 4), top_p).block(0)[0]
-  ties, one = compiled(lambda x: (nucleus(x, 0.5), nucleus(x, 0.39)))(scores)
-  assert np.isfinite(ties).all()
-  assert np.isfinite(one).sum() == 1
+@pytest.mark.parametrize("width", [4, 6])
+def test_of_tokens_that_tie_at_the_edge_of_the_nucleus_the_first_stay(width):
+  uneven, even = np.float32([0.4, 0.1, 0.1, 0.1, 0.2, 0.1]), np.full(6, 1 / 6, np.float32)
+  masses = 0.39, 0.5, 0.65, 0.8, 0.95
+
+  @jax.jit
+  def run(scores):
+    cut = [sampling.nucleus(blocks_of(scores, width), mass) for mass in masses]
+    return [[blocks.block(np.int32(i)) for i in range(blocks.count)] for blocks in cut]
+
+  found = []
+  for blocks in run(np.log([uneven, even])):
+    kept = np.zeros((6, 2), int)
+    for scores, rows in blocks:
+      kept[np.asarray(rows)] |= np.isfinite(scores)
+    found.append(["".join(map(str, row)) for row in kept.T])
+  assert [row for row, _ in found] == ["100000", "100010", "110010", "111010", "111111"]
+  assert [row for _, row in found] == ["111000", "111000", "111100", "111110", "111111"]
 
 
 def test_a_draw_does_not_depend_on_what_other_rows_hold():
@@ -162,7 +174,7 @@ def test_the_edge_of_a_nucleus_is_found_among_numbers_of_any_size_and_sign(bits)
     np.testing.assert_allclose(find(row[None], top_p)[0], row[order[count - 1]], rtol=0, atol=tiny)
 
 
-def test_scores_that_are_not_stored_are_computed_ten_times(monkeypatch):
+def test_scores_that_are_not_stored_are_computed_eleven_times(monkeypatch):
   unstored = device.current()._replace(stored=0)
   monkeypatch.setattr(device, "current", lambda: unstored)
   computed = []
@@ -174,8 +186,8 @@ def test_scores_that_are_not_stored_are_computed_ten_times(monkeypatch):
   blocks = sampling.Blocks(1, block, (4,))
   jax.jit(lambda: sampling.nucleus(blocks, 0.7).block(0)[0])()
   jax.effects_barrier()
-  # The normaliser, eight passes of the search, and the scores of the nucleus themselves.
-  assert len(computed) == 10
+  # The normaliser, eight passes of the search, the ties, and the scores of the nucleus themselves.
+  assert len(computed) == 11
 
 
 @pytest.mark.parametrize("shape", [(50,), (2, 37), (7, 1, 37), ()])
@@ -219,3 +231,27 @@ def test_rows_beyond_the_vocabulary_have_no_score():
   scores = compiled(lambda x: blocks(x).block(0)[0])(WIDE)
   assert np.isneginf(scores[290:]).all()
   np.testing.assert_array_equal(scores[:290], WIDE.T[:290])
+
+
+def test_rows_are_drawn_at_their_own_temperatures_from_their_own_nuclei():
+  scores = np.random.default_rng(3).standard_normal((3, 40), np.float32)
+  warm, top_p, count = np.float32([0.5, 1.5, 1.0]), np.float32([0.6, 1.0, 0.3]), 4000
+
+  @jax.jit
+  def run(scores, warm, top_p):
+    many = jnp.repeat(scores, count, axis=0)
+    of_rows = jnp.repeat(warm, count), None, jnp.repeat(top_p, count)
+    return sampling.sample_rows(blocks_of(many, 16), jax.random.key(0), *of_rows)
+
+  tokens = np.asarray(run(scores, warm, top_p)).reshape(3, count)
+  for row in range(3):
+    exact = np.exp(scores[row] / np.float64(warm[row]))
+    exact /= exact.sum()
+    order = np.argsort(-exact)
+    size = 1 + np.searchsorted(np.cumsum(exact[order]), min(top_p[row], 1 - 1e-9))
+    kept = np.zeros(40)
+    kept[order[:size]] = exact[order[:size]] / exact[order[:size]].sum()
+    share = np.bincount(tokens[row], minlength=40) / count
+    assert not share[kept == 0].any()
+    # Four standard deviations of a share are at most 4 sqrt(0.25 / 4000).
+    assert np.abs(share - kept).max() < 0.032

@@ -39,7 +39,9 @@ import numbers
 from collections.abc import Callable
 from typing import Any, final
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.layer import Layer
@@ -58,6 +60,25 @@ Arrays = dict[str, Any]
 
 # Further terms of the training loss by name.
 Terms = dict[str, Float[Array, ""]]
+
+
+def _is_array(option: Any) -> bool:
+  return isinstance(option, jax.Array | np.ndarray)
+
+
+def _of_rows(hidden: ArrayLike, **option: Any) -> Array | None:
+  """An option as an array with one number for each vector; None stays None."""
+  ((name, value),) = option.items()
+  if value is None:
+    return None
+  shape, value = jnp.shape(hidden)[:-1], jnp.asarray(value, jnp.float32)
+  try:
+    return jnp.broadcast_to(value, shape)
+  except ValueError:
+    raise ValueError(
+      f"`{name}` must be a number or have the shape {shape} of the vectors; got {value.shape}. Give"
+      " one for each vector."
+    ) from None
 
 
 class Head(Layer):
@@ -106,7 +127,7 @@ class Head(Layer):
     self,
     hidden: Float[ArrayLike, "*B D"],
     tokens: Integer[ArrayLike, "*B"],
-    temperature: float | int = 1.0,
+    temperature: float | int | Float[ArrayLike, "..."] = 1.0,
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; nan for a token outside [0, V).
 
@@ -116,21 +137,28 @@ class Head(Layer):
       hidden: one vector for each token.
       tokens: the tokens.
       temperature: divides the logits, as in `sample`: the log-probabilities are those with which
-        `sample` draws at this temperature. A Python number. At another temperature than 1 a head
-        with factors scores all tokens, a block at a time.
+        `sample` draws at this temperature. A number, or an array with one of each token, which a
+        compiled program may get as an argument. At another temperature than 1 a head with factors
+        scores all tokens, a block at a time.
 
     Raises:
       ValueError: `temperature` is not positive.
     """
     check_arrays(tokens=tokens)
-    check_temperature(temperature)
+    if not _is_array(temperature):
+      check_temperature(temperature)
 
-    def body(arrays, hidden, tokens):
+    def body(arrays, hidden, tokens, *each):
       # A hook gets token 0 for an unknown one: a compiled program cannot raise, and clips indices.
       known, token = in_vocabulary(tokens, self.vocab)
-      return jnp.where(known, self._log_prob(arrays, hidden, token, temperature), jnp.nan)
+      if each:
+        found = Head._log_prob(self, arrays, hidden, token, *each)
+      else:
+        found = self._log_prob(arrays, hidden, token, temperature)
+      return jnp.where(known, found, jnp.nan)
 
-    return self._on_devices(body, hidden, jnp.asarray(tokens))
+    each = (_of_rows(hidden, temperature=temperature),) if _is_array(temperature) else ()
+    return self._on_devices(body, hidden, jnp.asarray(tokens), *each)
 
   @final
   def loss_terms(
@@ -185,12 +213,17 @@ class Head(Layer):
     self,
     hidden: Float[ArrayLike, "*B D"],
     key: PRNGKeyArray,
-    temperature: float | int = 1.0,
+    temperature: float | int | Float[ArrayLike, "..."] = 1.0,
     top_k: int | None = None,
-    top_p: float | None = None,
+    top_p: float | int | Float[ArrayLike, "..."] | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
     """Draw a token from the exact distribution; -1 where no token is allowed.
+
+    `temperature` and `top_p` are numbers, or arrays with one for each draw, which a compiled
+    program may get as arguments: batches of a server mix requests. The draws are then made from all
+    scores, without what a head knows better. A program cannot refuse numbers of an array: a
+    temperature that is not positive takes the arg max, and a `top_p` outside (0, 1) keeps all.
 
     Args:
       hidden: one vector for each draw.
@@ -203,11 +236,20 @@ class Head(Layer):
     Raises:
       ValueError: an option is outside its range, or `allowed` has another shape.
     """
-    options = SamplingOptions(temperature, top_k, top_p)
+    numbers_alone = [None if _is_array(x) else x for x in (temperature, top_p)]
+    options = SamplingOptions(numbers_alone[0] or 0.0, top_k, numbers_alone[1])
 
     def body(arrays, hidden, key, allowed):
       return self._sample(arrays, hidden, key, options, allowed)
 
+    def of_rows(arrays, hidden, key, allowed, temperature, top_p):
+      blocks = sampling.allow(self._scores(arrays, hidden), allowed, self.vocab)
+      k = None if top_k is None else min(top_k, self.vocab)
+      return sampling.sample_rows(blocks, key, temperature, k, top_p)
+
+    if _is_array(temperature) or _is_array(top_p):
+      each = _of_rows(hidden, temperature=temperature), _of_rows(hidden, top_p=top_p)
+      return self._drawn(of_rows, hidden, key, allowed, *each)
     return self._drawn(body, hidden, key, allowed)
 
   @final
@@ -284,9 +326,9 @@ class Head(Layer):
     arrays: Arrays,
     hidden: Float[Array, "*B D"],
     token: Int[Array, "*B"],
-    temperature: float | int,
+    temperature: Float[Array, "*B"] | float | int,
   ) -> Float[Array, "*B"]:
-    """Log-probability of tokens."""
+    """Log-probability of tokens; a head that overrides it gets a number as the temperature."""
     arrays, hidden = vocab_parallel.varying((arrays, hidden))
     return sampling.log_prob(self._scores(arrays, hidden), token, temperature)
 
@@ -337,12 +379,14 @@ class Head(Layer):
     compute = lambda *given: vocab_parallel.over_vocabulary(axis, body, self.parts(), *given)
     return self._computed(compute, hidden, hidden, *shared)
 
-  def _drawn(self, body: Callable, hidden: ArrayLike, key: PRNGKeyArray, allowed: Any) -> Any:
-    """body(arrays, hidden, key, allowed) on each device, for checked arguments."""
+  def _drawn(
+    self, body: Callable, hidden: ArrayLike, key: PRNGKeyArray, allowed: Any, *each: Any
+  ) -> Any:
+    """body(arrays, hidden, key, allowed, *each) on each device, for checked arguments."""
     if not hasattr(key, "dtype"):
       raise TypeError(f"`key` must be a key of jax.random; got {key!r}. Use jax.random.key(0).")
     allowed = None if allowed is None else jnp.asarray(allowed)
-    return self._on_devices(body, hidden, key, allowed)
+    return self._on_devices(body, hidden, key, allowed, *each)
 
   def _operand_dtype(self, hidden: Array, weight: Array) -> Dtype:
     """The dtype of a product's operands."""

@@ -48,7 +48,7 @@ class Head(Layer, of=heads.Head):
     self,
     hidden: Float[ArrayLike, "*B D"],
     tokens: Integer[ArrayLike, "*B"],
-    temperature: float | int = 1.0,
+    temperature: float | int | Float[ArrayLike, "..."] = 1.0,
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; see `vqjax.Head.log_prob`."""
     return self._call("log_prob", hidden, tokens, temperature)
@@ -69,9 +69,9 @@ class Head(Layer, of=heads.Head):
     self,
     hidden: Float[ArrayLike, "*B D"],
     key: PRNGKeyArray,
-    temperature: float | int = 1.0,
+    temperature: float | int | Float[ArrayLike, "..."] = 1.0,
     top_k: int | None = None,
-    top_p: float | None = None,
+    top_p: float | int | Float[ArrayLike, "..."] | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
     """Draw a token from the exact distribution; see `vqjax.Head.sample`."""

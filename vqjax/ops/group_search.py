@@ -196,7 +196,7 @@ def best_first_nucleus(
 ) -> Nucleus:
   """A draw from the `top_p` nucleus, by best-first search.
 
-  The nucleus is the smallest set of best tokens whose mass reaches `top_p`, with their ties. At
+  The nucleus is that of `sampling.nucleus`, with ties in the order of the search. At
   most `steps` steps of `width` groups are scored. The set is complete once the tokens that are
   more likely than the next group have the mass.
   """
@@ -231,10 +231,13 @@ def best_first_nucleus(
   score_Bw, position_Bw = (_flat(jnp.moveaxis(x, 0, -2)) for x in state[1:])
   own = jnp.moveaxis(score_Bw, -1, 0), jnp.arange(score_Bw.shape[-1])
   blocks = sampling.Blocks(1, lambda _: own, batch, axis)
-  edge_B1 = sampling.nucleus_edge(blocks, top_p, jnp.zeros(batch, jnp.float32))[..., None]
-  kept_Bw = jnp.where(score_Bw >= edge_B1, score_Bw, -jnp.inf)
-  drawn_B = sampling.draw_among(kept_Bw, position_Bw, key, None, axis)
-  return Nucleus(drawn_B, complete(state) | everything, _visited(log_group, edge_B1, axis))
+  zero_B = jnp.zeros(batch, jnp.float32)
+  edge_B = sampling.nucleus_edge(blocks, top_p, zero_B)
+  kept_wB, _ = sampling.cut(blocks, edge_B, top_p, zero_B).block(jnp.int32(0))
+  drawn_B = sampling.draw_among(jnp.moveaxis(kept_wB, 0, -1), position_Bw, key, None, axis)
+  return Nucleus(
+    drawn_B, complete(state) | everything, _visited(log_group, edge_B[..., None], axis)
+  )
 
 
 def _visited(log_group, lowest_B1, axis):

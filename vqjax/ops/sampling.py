@@ -96,8 +96,8 @@ class SamplingOptions:
   """How a token is drawn from softmax(scores / temperature).
 
   Filters apply in the order temperature, top_k, top_p. The nucleus is the smallest set of most
-  probable tokens whose mass reaches `top_p`, with all tokens that tie with its last. A temperature
-  below 1e-6, which float32 scores cannot resolve, is the arg max.
+  probable tokens whose mass reaches `top_p`; of equally probable tokens it has the first. A
+  temperature below 1e-6, which float32 scores cannot resolve, is the arg max.
 
   Attributes:
     temperature: divides the scores; 0 takes the arg max.
@@ -298,7 +298,7 @@ def log_z(blocks: Blocks, temperature: float | int = 1.0) -> Float[Array, "*B"]:
 
 
 def log_prob(
-  blocks: Blocks, token: Int[Array, "*B"], temperature: float | int = 1.0
+  blocks: Blocks, token: Int[Array, "*B"], temperature: Float[Array, "*B"] | float | int = 1.0
 ) -> Float[Array, "*B"]:
   """Log-probability in nats of one token a row under softmax(scores / temperature).
 
@@ -427,7 +427,7 @@ def sample(blocks: Blocks, key: PRNGKeyArray, options: SamplingOptions) -> Int[A
 
   Without `top_k` the lowest score of the nucleus is found, exactly, by a search over the float32
   numbers. Up to `device.Device.stored` the scores are computed once and stored for the search;
-  beyond, they are computed 10 times, of which the search takes 8. The token is -1 where every score
+  beyond, they are computed 11 times, of which the search takes 8. The token is -1 where every score
   is -inf.
   """
   if options.kept is None:
@@ -435,6 +435,30 @@ def sample(blocks: Blocks, key: PRNGKeyArray, options: SamplingOptions) -> Int[A
     return draw(nucleus(blocks, options.top_p), key)
   score_Bk, token_Bk, _ = best(blocks, options.kept, normalizer=False)
   return draw_of_best(score_Bk, token_Bk, key, options)
+
+
+def sample_rows(
+  blocks: Blocks,
+  key: PRNGKeyArray,
+  temperature: Float[Array, "*B"],
+  top_k: int | None,
+  top_p: Float[Array, "*B"] | float | int | None,
+) -> Int[Array, "*B"]:
+  """A token of each row at its own temperature and of its own nucleus, as `sample` draws it.
+
+  A row is greedy where its temperature is below 1e-6 or nan.
+  """
+  is_warm_B = temperature >= 1e-6
+  scale_B = jnp.where(is_warm_B, temperature, 1.0)
+  if top_k is None:
+    best_B = best(blocks, 1, normalizer=False)[1][..., 0]
+    scaled = blocks.map(lambda scores, _: scores.astype(jnp.float32) / scale_B)
+    drawn_B = draw(nucleus(scaled, top_p), key)
+  else:
+    score_Bk, token_Bk, _ = best(blocks, top_k, normalizer=False)
+    best_B = token_Bk[..., 0]
+    drawn_B = draw_among(score_Bk / scale_B[..., None], token_Bk, key, top_p)
+  return jnp.where(is_warm_B, drawn_B, best_B)
 
 
 def draw_of_best(
@@ -454,7 +478,7 @@ def draw_among(
   scores: Float[Array, "*B n"],
   tokens: Int[Array, "*B n"],
   key: PRNGKeyArray,
-  top_p: float | None = None,
+  top_p: Float[Array, "*B"] | float | int | None = None,
   axis: str | None = None,
 ) -> Int[Array, "*B"]:
   """A draw from the softmax over each row's own candidates, cut by `top_p`.
@@ -486,21 +510,77 @@ def at_least(blocks: Blocks, min_p: float | int, temperature: float | int) -> Bl
   return blocks.map(lambda score_WB, _: jnp.where(score_WB >= least_B, score_WB, -jnp.inf))
 
 
-def nucleus(blocks: Blocks, top_p: float | int | None) -> Blocks:
+def nucleus(blocks: Blocks, top_p: Float[Array, "*B"] | float | int | None) -> Blocks:
   """Blocks in which tokens outside of the `top_p` nucleus score -inf.
 
-  The nucleus is the smallest set of best tokens whose mass reaches `top_p`, with all tokens that
-  tie with its last. None or 1 leaves the blocks as they are.
+  The nucleus is the smallest set of best tokens whose mass reaches `top_p`, the first ones of those
+  that tie. None or 1 leaves the blocks as they are.
   """
-  if top_p is None or top_p == 1:
+  if top_p is None or (isinstance(top_p, numbers.Number) and top_p == 1):
     return blocks
   kept = stored(blocks)
-  edge_B = nucleus_edge(kept, top_p, bits=4 if kept is blocks else 1)
-  return kept.map(lambda scores, _: jnp.where(scores >= edge_B, scores, -jnp.inf))
+  top_B1, _, log_z_B = best(kept, 1)
+  edge_B = nucleus_edge(kept, top_p, log_z_B, bits=1 if is_stored(blocks) else 4)
+  # The best token stays, whatever is rounded.
+  edge_B = jnp.minimum(edge_B, top_B1[..., 0])
+  return cut(kept, edge_B, top_p, log_z_B)
+
+
+def cut(
+  blocks: Blocks,
+  edge: Float[Array, "*B"],
+  top_p: Float[Array, "*B"] | float | int,
+  log_z: Float[Array, "*B"],
+) -> Blocks:
+  """Blocks in which tokens below `edge` score -inf, and those at it that `top_p` does not need.
+
+  Of the tokens at the edge the first ones stay, at least one. Where `top_p` is not in (0, 1), all
+  tokens do.
+  """
+  kept_of = lambda score: (score > edge, score == edge)
+
+  def count(carry, index):
+    mass_B, ties_CB = carry
+    score_WB = blocks.block(index)[0].astype(jnp.float32)
+    above_WB, tie_WB = kept_of(score_WB)
+    mass_B += jnp.where(above_WB, jnp.exp(score_WB - log_z), 0.0).sum(axis=0)
+    return mass_B, ties_CB.at[index].set(tie_WB.sum(axis=0, dtype=jnp.int32))
+
+  zeros = jnp.zeros(blocks.batch, jnp.float32)
+  start = zeros, jnp.zeros((blocks.count, *blocks.batch), jnp.int32)
+  mass_B, ties_CB = blocks.fold(count, vocab_parallel.varying((start, log_z))[0])
+  before_CB, ties_B = jnp.cumsum(ties_CB, axis=0) - ties_CB, ties_CB.sum(axis=0)
+  if blocks.axis:
+    ties_DB = vocab_parallel.gathered(ties_B, blocks.axis)
+    is_earlier_D = jnp.arange(len(ties_DB)) < lax.axis_index(blocks.axis)
+    before_CB += jnp.where(is_earlier_D.reshape(-1, *[1] * ties_B.ndim), ties_DB, 0).sum(axis=0)
+    mass_B, ties_B = lax.psum(mass_B, blocks.axis), ties_DB.sum(axis=0)
+  needed_B = (jnp.asarray(top_p) - mass_B) / jnp.exp(edge - log_z)
+  # A little below the next whole number is that number, rounded.
+  needed_B = jnp.clip(jnp.ceil(needed_B * (1 - 1e-5) - 1e-5), 1, 2**30).astype(jnp.int32)
+  is_open_B = ~((jnp.asarray(top_p) > 0) & (jnp.asarray(top_p) < 1))
+  has_more = (ties_B > needed_B).any()
+
+  def block(index):
+    score_WB, token_W = blocks.block(index)
+    above_WB, tie_WB = kept_of(score_WB.astype(jnp.float32))
+
+    def first():
+      place_WB = before_CB[index] + jnp.cumsum(tie_WB, axis=0, dtype=jnp.int32)
+      return tie_WB & (place_WB <= needed_B)
+
+    # Sums over all tokens before one are slow, and ties rare.
+    stays_WB = above_WB | lax.cond(has_more, first, lambda: tie_WB) | is_open_B
+    return jnp.where(stays_WB, score_WB, -jnp.inf), token_W
+
+  return blocks._replace(block=block)
 
 
 def nucleus_edge(
-  blocks: Blocks, top_p: float, log_z: Float[Array, "*B"] | None = None, bits: int = 1
+  blocks: Blocks,
+  top_p: Float[Array, "*B"] | float | int,
+  log_z: Float[Array, "*B"] | None = None,
+  bits: int = 1,
 ) -> Float[Array, "*B"]:
   """The lowest score in the nucleus: the highest float32 from which on the mass reaches `top_p`.
 
@@ -535,12 +615,18 @@ def nucleus_edge(
   return _from_ordinal(jnp.maximum(found_B, lowest))
 
 
+def is_stored(blocks: Blocks) -> bool:
+  """Whether the device stores all of these scores (`device.Device.stored`)."""
+  return blocks.count * math.prod(blocks.batch) * blocks.width <= device.current().stored
+
+
 def stored(blocks: Blocks) -> Blocks:
-  """Blocks whose scores are stored, as far as the device stores them (`device.Device.stored`)."""
-  if blocks.count * math.prod(blocks.batch) * blocks.width > device.current().stored:
-    return blocks
+  """Blocks whose scores are stored, where the device stores so many, and equal in every reading."""
+  if not is_stored(blocks):
+    return blocks._replace(block=lambda index: lax.optimization_barrier(blocks.block(index)))
   if blocks.count == 1:
-    only = blocks.block(jnp.zeros((), jnp.int32))
+    # Without the barrier each reader may compute them anew, and round otherwise.
+    only = lax.optimization_barrier(blocks.block(jnp.zeros((), jnp.int32)))
     return blocks._replace(block=lambda _: only)
   score_CWB, token_CW = lax.map(blocks.block, blocks.indices)
   return blocks._replace(block=lambda index: (score_CWB[index], token_CW[index]))
