@@ -125,7 +125,6 @@ WRONG_FIELDS = [
   *((DenseHead(7, 4, z_loss=x), f"`z_loss` .*{x}") for x in (-1.0, *BEYOND)),
   (DenseHead(7, 4, label_smoothing=1.0), "`label_smoothing` .*1.0"),
   (DenseHead(7, 4, output=vqjax.SigSoftmax(), softcap=3.0), "`output`"),
-  (_with(DenseHead(7, 4), output="sigsoftmax"), "`output`"),
   *((CodebookHead(5, 6, codes), f"`codes` .* got {codes}") for codes in (0, 9)),
   (
     _with(CodebookHead(5, 6, 3), embedding=DenseEmbedding(5, 6)),

@@ -80,6 +80,10 @@ MISTAKES = {
     lambda: DenseHead(V, D, embedding=WEIGHT).init(KEY, HIDDEN),
     "`embedding` must be an embedding",
   ),
+  "a name for an output function": (
+    lambda: DenseHead(V, D, output="sigsoftmax").init(KEY, HIDDEN),
+    "`output`",
+  ),
   "a name for a quantiser": (lambda: DPQEmbedding(V, D, "sx"), "`quantizer` .* got str"),
   "a head without variables": (lambda: HEAD.log_prob(HIDDEN, TOKENS), r"variables .*head.apply"),
   "a bias of another rank": (
