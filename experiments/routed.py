@@ -27,10 +27,11 @@ from vqjax import CertifiedHead, DenseHead, RoutedHead, assign
 from vqjax.convert import LikelyTokens, likely_tokens, train_routes
 from vqjax.lab import exits
 from vqjax.lab.training.provenance import provenance
-from vqjax.lm import checkpoints, records
+from vqjax.lm import checkpoints, records, tokenizers
 from vqjax.lm.texts import data_path
 from vqjax.ops import certified as ops
 from vqjax.ops import narrow, sampling
+from vqjax.outputs import atomic_file
 from vqjax.tables import Moments
 
 CLUSTERS, BUDGETS = 2048, (32, 94)
@@ -79,7 +80,7 @@ def collected_states(options, model, variables, say):
       path = options.work / f"{name}-{first:05d}.npz"
       if not path.is_file():
         if texts is None:
-          tokenizer = checkpoints.load_tokenizer(data_path(options.model, kind="--model"))
+          tokenizer = tokenizers.load_tokenizer(data_path(options.model, kind="--model"))
           texts = read_domains(tokenizer, vocab, options.work / "texts.npz")
         some = (
           spread_windows(texts.held_out, each)
@@ -94,7 +95,7 @@ def collected_states(options, model, variables, say):
         hidden = np.concatenate(own).astype(np.float32)
         likely = likely_tokens(head, table, hidden)
         domain = np.repeat(some.domain[first : first + len(rows)], WINDOW - 2)
-        with records.atomic_file(path) as out:
+        with atomic_file(path) as out:
           np.savez(
             out, hidden=hidden, tokens=likely.tokens,
             log_prob=likely.log_probs.astype(np.float16), domain=domain,
@@ -141,7 +142,7 @@ def routed(options, train, held, head, table, say) -> dict:
   if not kept.is_file():
     begun = time.monotonic()
     order = assign.bisected(rows - rows.mean(axis=0), CLUSTERS, metric=moments.metric())
-    with records.atomic_file(kept) as out:
+    with atomic_file(kept) as out:
       np.save(out, order)
     say(f"order: {time.monotonic() - begun:.0f} s")
   order = np.load(kept)

@@ -20,8 +20,8 @@ import optax
 from vqjax.commands import compress
 from vqjax.lab import exits
 from vqjax.lab.training.provenance import provenance
-from vqjax.lm import checkpoints, records
-from vqjax.lm.checkpoints.families import decoder_of
+from vqjax.lm import checkpoints, records, tokenizers
+from vqjax.lm.sources.families import decoder_of
 from vqjax.lm.texts import data_path, read_text
 from vqjax.tables.container import MANIFEST
 
@@ -44,7 +44,7 @@ def train_gpt2(folder: pathlib.Path, steps: int) -> None:
   checkpoints.save(partial, model, {"params": params})
   for name in ("vocab.json", "merges.txt"):
     shutil.copyfile(data_path("tokenizers/gpt2") / name, partial / name)
-  tokenizer = checkpoints.load_tokenizer(partial)
+  tokenizer = tokenizers.load_tokenizer(partial)
   pieces = [np.asarray(tokenizer.encode(read_text(data_path(path))), np.int32) for path in TRAINED]
   length = model.context + 1
   rows = np.concatenate([p[: len(p) // length * length].reshape(-1, length) for p in pieces])

@@ -20,9 +20,9 @@ from vqjax.lab import exits
 from vqjax.lab.config import load_config, override
 from vqjax.lab.training import fit
 from vqjax.lab.training.provenance import provenance
-from vqjax.lm import records
 from vqjax.lm.lenses.fitting import LensJob, fit_lens
 from vqjax.lm.texts import data_path
+from vqjax.outputs import write_text
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results/lens.json"
@@ -86,7 +86,7 @@ def measure_lens(options, name: str, model: str, config: str | None) -> None:
   settings = {key: getattr(job, key) for key in ("positions", "steps", "batch", "window", "rate")}
   known = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {}
   known[name] = {**found, "settings": settings, **provenance()}
-  records.write_text(options.out, json.dumps(known, indent=1) + "\n")
+  write_text(options.out, json.dumps(known, indent=1) + "\n")
 
 
 def mixed() -> str:

@@ -2,7 +2,7 @@
 
 
 class FakeTokenizer:
-  """What most tests do not need of a tokenizer, `vqjax.lm.checkpoints.Tokenizer`."""
+  """What most tests do not need of a tokenizer, `vqjax.lm.tokenizers.Tokenizer`."""
 
   bos, eos = None, ()
   pieces = property(lambda self: self.vocab)
@@ -31,3 +31,6 @@ class FewWords(FakeTokenizer):
 
   def decode(self, tokens):
     return " ".join(self.words[token] for token in tokens if token)
+
+  def piece(self, token):
+    return self.words[token]

@@ -7,7 +7,6 @@ python -m experiments.bench softmax heads --json bench.json
 import argparse
 import json
 import math
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from experiments.bench.measure import Unavailable
 from experiments.bench.registry import BENCHMARKS
 from vqjax.lab import exits
+from vqjax.outputs import write_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,11 +87,8 @@ def _write(file: pathlib.Path | None, figures: dict[str, Any]) -> None:
   """Write a benchmark a line, in one step; null for numbers that are not finite."""
   if file is None:
     return
-  file.parent.mkdir(parents=True, exist_ok=True)
-  partial = file.with_name(f".{file.name}.{os.getpid()}")
   lines = (f"{json.dumps(n)}: {json.dumps(_plain(f), allow_nan=False)}" for n, f in figures.items())
-  partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-  partial.replace(file)
+  write_text(file, "{\n" + ",\n".join(lines) + "\n}\n", "--json")
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 
 from experiments.bench import generation, measure
 from vqjax.lab.training.provenance import device
-from vqjax.lm import checkpoints
+from vqjax.lm import checkpoints, tokenizers
 from vqjax.lm.generation import GREEDY, generate, unstacked
 
 CACHE = pathlib.Path(os.environ.get("VQJAX_CACHE") or pathlib.Path.home() / ".cache" / "vqjax")
@@ -82,7 +82,7 @@ def weights() -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def _folders() -> Iterator[tuple[pathlib.Path, checkpoints.Tokenizer]]:
+def _folders() -> Iterator[tuple[pathlib.Path, tokenizers.Tokenizer]]:
   """A temporary folder with the model as safetensors of each dtype, and the tokenizer."""
   model, variables, tokenizer = checkpoints.load(weights())
   with tempfile.TemporaryDirectory() as name:

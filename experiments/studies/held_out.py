@@ -7,7 +7,7 @@ from flax import linen as nn
 
 from vqjax.lab.training import evaluate, make_scorer
 from vqjax.lab.training.run_folder import EncodedText
-from vqjax.lm.checkpoints import Tokenizer
+from vqjax.lm.tokenizers import Tokenizer
 
 
 def held_out_scores(

@@ -25,6 +25,7 @@ from vqjax.lab.training import NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run_folder import read_result
 from vqjax.lm import records
+from vqjax.outputs import write_text
 
 
 @dataclasses.dataclass
@@ -198,7 +199,6 @@ class Study:
   def keep(self, scale: str, row: Mapping[str, Any]) -> None:
     """Write a result in place of an earlier one; safe beside other processes."""
     path = self.path(scale)
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = pathlib.Path("runs", f".{self.name}.lock")
     lock.parent.mkdir(exist_ok=True)
     with lock.open("w") as handle:
@@ -206,9 +206,7 @@ class Study:
       rows = {(other["scale"], other["name"]): other for other in self._rows(scale)}
       rows[scale, row["name"]] = {"name": row["name"], "scale": scale, **row}
       lines = (json.dumps(rows[key], ensure_ascii=False) for key in sorted(rows))
-      partial = path.with_suffix(".partial")
-      partial.write_text("".join(f"{line}\n" for line in lines))
-      partial.replace(path)
+      write_text(path, "".join(f"{line}\n" for line in lines))
 
   def is_done(self, scale: str, job: StudyJob) -> bool:
     """Whether a result of exactly this job is kept."""

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from vqjax.lab import report
 from vqjax.lab.report import units
+from vqjax.outputs import write_text
 
 Results = Mapping[str, Mapping[str, Any]]
 """Name of a job -> its kept result and the measurements beside it."""
@@ -57,7 +58,7 @@ def update_page(page: pathlib.Path, blocks: Mapping[str, str]) -> bool:
 
   updated = _BLOCK.sub(block, text)
   if updated != text:
-    page.write_text(updated)
+    write_text(page, updated)
   return updated != text
 
 

@@ -17,7 +17,7 @@ from tests import jitted
 from tests.lm.checkpoints.families import V, small
 from vqjax import DenseHead, Int8Embedding, PackedEmbedding
 from vqjax.commands import compress, export, inspect, score, trim
-from vqjax.lm import checkpoints, jobs, records
+from vqjax.lm import checkpoints, jobs, records, tokenizers
 from vqjax.lm.checkpoints import RUNTIMES
 from vqjax.lm.checkpoints.runtime import StoredEmbedding
 from vqjax.lm.compression import folders, judging, search
@@ -30,7 +30,7 @@ pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not install
 
 
 def model_folder(family, folder, vocab=V, **changes):
-  from tests.lm.checkpoints.test_tokenizers import words_of
+  from tests.lm.tokenizers.test_tokenizers import words_of
 
   model, variables = small(family, vocab_size=vocab, **changes)
   checkpoints.save(folder, model, jax.tree.map(np.asarray, variables))
@@ -350,7 +350,7 @@ def test_moments_of_a_file_and_one_step_give_the_integers_of_all_tables(
   made = json.loads((tmp_path / "out/vqjax.json").read_text())
   assert 8500 < sum(table["bytes"] for table in made["tables"].values()) <= 9000
   # The counts of the texts and those of the file weigh alike.
-  tokenizer = checkpoints.load_tokenizer(model)
+  tokenizer = tokenizers.load_tokenizer(model)
   begin = tokenizer.encode("")
   tokens = [tokenizer.encode(pathlib.Path(path).read_text())[len(begin) :] for path in texts]
   # Four fifths are not held out. Texts count alike, and what begins every window once in 16.
@@ -707,7 +707,7 @@ def test_a_call_that_ends_while_it_writes_leaves_no_folder(
     raise KeyboardInterrupt
 
   for place, name, end, code in (
-    (folders.checkpoints, "save", full, 2),
+    (folders, "write_folder", full, 2),
     (records, "write_text", stop, 130),
   ):
     with monkeypatch.context() as patched:

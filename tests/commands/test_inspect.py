@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.commands.test_compress import model_folder
-from tests.lm.checkpoints.test_tokenizers import words_of
+from tests.lm.tokenizers.test_tokenizers import words_of
 from vqjax.commands import inspect
 
 pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")

@@ -143,7 +143,7 @@ def test_an_interrupted_fit_goes_on_where_it_was(
     (("--prompt", PROMPT, "--blocks", "9"), r"`blocks` must be in \[0, \d\]"),
     (("--prompt", PROMPT, "--steps", "9"), "`--steps` needs `--fit`"),
     (("--fit", "{text}", "--out", "{new}", "--blocks", "0"), "`--blocks` needs `--prompt`"),
-    (("--fit", "{text}", "--out", "{text}"), "`--out` must be a new file"),
+    (("--fit", "{text}", "--out", "{text}"), "`--out` must be new"),
     (("--fit", "{text}", "--out", "/none/lens"), "in a folder that exists"),
     (("--fit", "{short}", "--out", "{new}"), "at least two windows"),
     (("--fit", "{text}", "--out", "{new}", "--steps", "-1"), "`--steps` must be at least 0"),

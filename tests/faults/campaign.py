@@ -26,7 +26,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -125,9 +124,9 @@ class Lab:
     """Run `vqjax train` in a run folder to its end."""
     return self.start(run, *options, **how).end()
 
-  def judged(self, end: End, run: pathlib.Path, expected: dict | None = None) -> Outcome:
+  def judged(self, end: End, run: pathlib.Path) -> Outcome:
     """The outcome of a trial by the end of the command that ran last in its folder."""
-    expected = expected or self.expected
+    expected = self.expected
     if end.code != 0:
       return end.outcome
     warned = [line for line in end.err.splitlines() if line.startswith("warning: ")]
@@ -179,7 +178,6 @@ class Started:
     *,
     fresh: bool = False,
     limits: dict[int, int] | None = None,
-    devices: int = 1,
   ):
     """Start `vqjax` with these arguments."""
     self.err, self.code = tempfile.TemporaryFile(), None  # noqa: SIM115 (`end` closes it)
@@ -196,7 +194,7 @@ class Started:
     else:
       self.pid = os.fork()
       if self.pid == 0:
-        become(arguments, env, self.err.fileno(), limits or {}, devices)
+        become(arguments, env, self.err.fileno(), limits or {})
 
   def is_running(self) -> bool:
     """Whether the process has not ended yet."""
@@ -238,7 +236,7 @@ def default_signals() -> None:
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def become(arguments, env, err, limits, devices) -> None:
+def become(arguments, env, err, limits) -> None:
   """Become the command: the child of a fork."""
   code = 99
   try:
@@ -253,11 +251,8 @@ def become(arguments, env, err, limits, devices) -> None:
     os.chdir(ROOT)
     for limit, value in limits.items():
       resource.setrlimit(limit, (value, value))
-    import jax
-
     from vqjax.lab import exits
 
-    jax.config.update("jax_num_cpu_devices", devices)
     exits.run_module("vqjax.cli", arguments)
   except SystemExit as stop:
     code = stop.code or 0
@@ -342,28 +337,6 @@ def damaged(
   return outcome
 
 
-def damaged_compact(lab: Lab, folder: pathlib.Path, way: str, seed: int) -> Outcome:
-  """A compact file, damaged."""
-  import numpy as np
-
-  from vqjax.embeddings.compact import CompactEmbedding
-  from vqjax.embeddings.compact_file import open_compact
-
-  path, draw = folder / "x.safetensors", np.random.default_rng(0)
-  codes = draw.integers(0, 256, 2000 * 8 // 2, np.uint8)
-  values, bias = draw.standard_normal((8, 16, 4), np.float32), draw.standard_normal(2000)
-  sizes = {"vocab": 2000, "dim": 32, "codes": 16, "subspaces": 8, "additive": False}
-  CompactEmbedding(codes, values, **sizes, bias=bias.astype(np.float32)).save(path)
-  read = lambda found: (found[np.arange(2000)], np.asarray(found.bias))
-  expected = read(open_compact(path))
-  damage(path, way, random.Random(seed))
-  try:
-    found = read(open_compact(path))
-  except (ValueError, OSError) as error:
-    return (CLEAR if str(path) in str(error) else "unclear end"), str(error)
-  return (EQUAL if all(map(np.array_equal, found, expected)) else "silent difference"), ""
-
-
 DISKS = {
   "full": ("write", 28),
   "input/output error": ("write", 5),
@@ -400,51 +373,12 @@ def then_whole(lab: Lab, folder: pathlib.Path, env=None, **how: Any) -> Outcome:
   return outcome, f"first {first[1]} {words}"
 
 
-def two_at_once(lab: Lab, folder: pathlib.Path, after: int) -> Outcome:
-  """Two processes on one folder, of which the second begins after some rows."""
-  run = folder / "run"
-  first = lab.start(run)
-  first.wait_for(lambda: rows(run) >= after)
-  second = lab.start(run)
-  pids, ends = [first.pid, second.pid], [first.end(), second.end()]
-  # At the same moment either may be first, and the other see a lock without a name.
-  winner = int(ends[0].code != 0) if after == 0 else 0
-  refused, holder = ends[1 - winner], f": process {pids[winner]} on " if after else ""
-  if f"another process is running in {run}{holder}" not in refused.last or refused.code != 2:
-    return "unclear end", f"code {refused.code}: {refused.last}"
-  return lab.judged(ends[winner], run)
-
-
 def three_with_one_cache(lab: Lab, folder: pathlib.Path, number: int) -> Outcome:
   """Three processes that write one new cache."""
   runs, env = [folder / f"run{i}" for i in range(3)], {"VQJAX_CACHE": str(folder / "cache")}
   started = [lab.start(run, env=env) for run in runs]
   outcomes = [lab.judged(one.end(), run) for one, run in zip(started, runs)]
   return next((o for o in outcomes if o[0] not in GOOD), outcomes[0])
-
-
-def removed(lab: Lab, folder: pathlib.Path, after: int) -> Outcome:
-  """The run folder removed under a run."""
-  run = folder / "run"
-  started = lab.start(run)
-  started.wait_for(lambda: rows(run) > after)
-  run.rename(folder / "moved")
-  first = started.end().outcome
-  if first[0] != CLEAR:
-    return first
-  shutil.rmtree(run, ignore_errors=True)
-  return lab.again(run)
-
-
-def lost(lab: Lab, folder: pathlib.Path, what: str) -> Outcome:
-  """All checkpoints, or the newest, removed."""
-  run = shutil.copytree(lab.stopped, folder / "run")
-  steps = sorted((run / "checkpoints").iterdir(), key=lambda p: int(p.name))
-  for path in steps[-1:] if what == "the newest" else steps:
-    shutil.rmtree(path)
-  if "progress" in what:
-    (run / "progress.json").unlink()
-  return lab.again(run)
 
 
 def on_another_day(lab: Lab, folder: pathlib.Path, days: int) -> Outcome:
@@ -455,37 +389,6 @@ def on_another_day(lab: Lab, folder: pathlib.Path, days: int) -> Outcome:
   if outcome[0] in (EQUAL, WARNED) and f'"date": "{today}' in (run / "result.json").read_text():
     return "unclear end", "the clock is not set"
   return outcome
-
-
-def one_of_two(lab: Lab, folder: pathlib.Path, number: int, processes: int) -> Outcome:
-  """One of two processes killed, and the run resumed by one process, or by two."""
-  options = ("train.mesh.data=2",)
-  whole = folder.with_name("whole-2")
-  if not (whole / "result.json").exists():
-    end = lab.train(whole, *options, devices=2)
-    assert end.code == 0, end.err
-  run = folder / "run"
-  pair = start_pair(lab, run, options)
-  pair[0].wait_for(lambda: rows(run) >= 6 + 3 * number)
-  pair[number % 2].kill(signal.SIGKILL)
-  left = [started.end() for started in pair][1 - number % 2].outcome
-  if left[0] != CLEAR:
-    return left
-  if processes == 1:
-    end = lab.train(run, *options, devices=2)
-  else:
-    first, second = (started.end() for started in start_pair(lab, run, options))
-    end = first if first.code else End(second.code, first.err + second.err)
-  return lab.judged(end, run, outcome_of(whole))
-
-
-def start_pair(lab: Lab, run: pathlib.Path, options: Sequence[str]) -> list[Started]:
-  """Two processes of one run, on a free port."""
-  with socket.socket() as found:
-    found.bind(("127.0.0.1", 0))
-    port = found.getsockname()[1]
-  group = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--silence", "8"]
-  return [lab.start(run, *options, *group, "--process-id", str(i)) for i in range(2)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -524,7 +427,6 @@ def trials(lab: Lab, each: int | None) -> list[Trial]:
       signalled,
       [("KILL", moments[i % 3], round(draw.random(), 3)) for i in range(50)],
     ),
-    "a compact file": (damaged_compact, [(WAYS[i % 3], i) for i in range(30)]),
     "a file of a stopped run": (damaged, files(lab.stopped)),
     "a file of a finished run": (damaged, files(lab.whole, "*.json*")),
     "a file of the token cache": (damaged, files(lab.folder / "cache")),
@@ -537,17 +439,10 @@ def trials(lab: Lab, each: int | None) -> list[Trial]:
       [*itertools.product(DISKS, (0, 9, 30, 70))] if SHIM in os.environ else [],
     ),
     "a limit": (limited, [(kind, value) for kind in LIMITS for value in LIMITS[kind][1]]),
-    "two processes on one folder": (two_at_once, [(0,), (1,), (2,), (3,)]),
     "three processes write one cache": (three_with_one_cache, [(0,), (1,)]),
-    "the folder removed under a run": (removed, [(0,), (3,), (6,)]),
-    "lost checkpoints": (lost, [("all",), ("all, and progress.json",), ("the newest",)]),
     "the clock set back or forth": (
       on_another_day,
       [(-1,), (-4000,), (4000,)] if SHIM in os.environ else [],
-    ),
-    "one of two processes killed, resumed by one or two": (
-      one_of_two,
-      [(number, 2 if number % 3 == 2 else 1) for number in range(6)],
     ),
   }
   return [

@@ -195,3 +195,23 @@ def test_a_limit_on_addresses_that_would_end_in_a_crash_is_refused(ended):
   done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=False)
   assert done.returncode == 2
   assert done.stderr.startswith("error: the limit on addresses must be at least")
+
+
+def test_a_platform_that_jax_does_not_have_is_named(ended, monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "foo")
+  code, lines = ended("main = lambda arguments: __import__('jax').devices()")
+  assert code == 2
+  assert lines == [
+    "error: `JAX_PLATFORMS` must name platforms that JAX has here; got 'foo'. Unset it, or set it"
+    " to cpu."
+  ]
+
+
+def test_a_name_with_the_end_of_a_line_stays_in_the_last_line(monkeypatch):
+  name = "a\nerror: b\x1b[31m"
+  monkeypatch.setattr(sys, "argv", ["vqjax", "inspect", name])
+  code, message = exits.explained(ValueError(f"`path` must exist; got {name}. Give another one."))
+  assert (code, message) == (
+    2,
+    "`path` must exist; got a\\nerror: b\\x1b[31m. Give another one.",
+  )

@@ -106,22 +106,6 @@ def test_messages_have_no_control_characters():
   assert records.printable("a\x1b[2J\x9b\u202eé\n") == "a\\x1b[2J\\x9b\\u202eé\n"
 
 
-def test_a_file_is_old_or_new_and_readable_as_others_are(tmp_path):
-  (tmp_path / "other").touch()
-  records.write_text(tmp_path / "text", "old")
-
-  def fail():
-    with records.atomic_file(tmp_path / "text") as file:
-      file.write(b"n")
-      raise ZeroDivisionError
-
-  with pytest.raises(ZeroDivisionError):
-    fail()
-  assert (tmp_path / "text").read_text() == "old"
-  assert (tmp_path / "text").stat().st_mode == (tmp_path / "other").stat().st_mode
-  assert {*os.listdir(tmp_path)} == {"text", "other"}
-
-
 def test_damaged_files_set_aside_do_not_overwrite_each_other(tmp_path):
   names = []
   for _ in range(3):

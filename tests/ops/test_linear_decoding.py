@@ -131,6 +131,14 @@ def test_a_mask_of_fewer_tokens_than_top_k_and_of_none():
   assert best.tolist()[4] == -1
 
 
+@pytest.mark.untyped
+@pytest.mark.parametrize("allowed", [np.full(V, np.nan), np.arange(V), np.ones(V, np.float32)])
+def test_a_mask_that_is_not_of_booleans_is_refused(allowed):
+  hidden, weight, _ = operands()
+  with pytest.raises(TypeError, match=r"`allowed` must be booleans; got (float|int)"):
+    linear_sample(hidden, jax.random.key(0), weight, allowed=allowed)
+
+
 @pytest.mark.usefixtures("width")
 def test_where_every_bias_is_minus_infinity_no_token_has_a_probability():
   hidden, weight, bias = operands()

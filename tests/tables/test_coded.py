@@ -183,7 +183,7 @@ def test_impossible_moments_are_refused(changed, message, tmp_path):
 def test_files_that_are_not_moments_are_refused(tmp_path):
   path = tmp_path / "moments"
   path.write_bytes(b"no safetensors")
-  with pytest.raises(ValueError, match="must be a file of safetensors"):
+  with pytest.raises(ValueError, match="moments must be a whole safetensors file"):
     Moments.load(path)
   safetensors.numpy.save_file({"hidden": np.eye(2)}, path)
   with pytest.raises(ValueError, match="lacks counts, tokens"):

@@ -17,6 +17,7 @@ from vqjax.lab.config import config_hash, load_config, override
 from vqjax.lab.exits import LESS_OF_A_STEP
 from vqjax.lab.starting_points import CODEBOOK, FULL, HEAD, fine_tuned_codebook
 from vqjax.lab.training import fit
+from vqjax.lm.records import one_line
 
 __all__ = []
 
@@ -66,7 +67,7 @@ def _compress(options: argparse.Namespace) -> None:
     temperature=options.temperature,
   )
   folder = options.out or pathlib.Path("runs") / f"{experiment.name}-{config_hash(experiment)}"
-  print(f"run folder: {folder}", file=sys.stderr)
+  print(f"run folder: {one_line(folder)}", file=sys.stderr)
   result = fit(experiment, folder)
   head = result["head"]
   print(f"head: {head['params']:,} parameters, {head['state_bytes']:,} bytes")

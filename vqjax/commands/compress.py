@@ -21,6 +21,7 @@ from vqjax.lm.compression.folders import (
   compress_model,
   compress_tensors,
 )
+from vqjax.lm.records import one_line
 from vqjax.lm.texts import check_different, data_path, read_texts
 from vqjax.tables.container import UNPACKED
 
@@ -127,10 +128,10 @@ def _compress_tensors(options: argparse.Namespace) -> None:
   made = compress_tensors(TensorJob(model, options.out, options.bytes, moments), say)
   report = made["report"]
   for name, table in made["tables"].items():
-    print(f"{name}: {table['bytes']:,} bytes")
+    print(f"{one_line(name)}: {table['bytes']:,} bytes")
   print(
     f"compressing took {report['seconds']:.0f} s and {report['peak_bytes'] / 1e9:.2f} GB of"
-    f" memory\nresult: {options.out}"
+    f" memory\nresult: {one_line(options.out)}"
   )
 
 
@@ -162,5 +163,6 @@ def _compress(options: argparse.Namespace) -> None:
     f" percentile {held['kl_p99']:.4f}, same best token {100 * held['top1']:.2f} %,"
     f" {held['nats']:.4f} nats/token, before {held['nats_before']:.4f}, over {held['tokens']:,}"
     f" tokens\ncompressing took {result['seconds']:.0f} s and"
-    f" {result['peak_bytes'] / 1e9:.2f} GB of memory\nresult: {options.out}, with report.md"
+    f" {result['peak_bytes'] / 1e9:.2f} GB of memory\nresult: {one_line(options.out)},"
+    " with report.md"
   )

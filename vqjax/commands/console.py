@@ -10,10 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vqjax.lab import exits, signals
+from vqjax.outputs import check_file
 
 __all__ = ["configure_warnings"]
 
-METAVARS = {int: "N", float: "X", pathlib.Path: "FILE"}
+
+class OutputFile(type(pathlib.Path())):
+  """The path of a file that a command writes, which `run` checks before the work."""
+
+
+METAVARS = {int: "N", float: "X", pathlib.Path: "FILE", OutputFile: "FILE"}
 """Names of values in the help of options, by their type."""
 
 
@@ -57,10 +63,37 @@ def run(
   flag(parser, "--traceback", "show the traceback of an error")
   # `parse_args` would refuse positional arguments that follow an option.
   options = parser.parse_intermixed_args(arguments)
-  if problem := check(options):
+  if problem := _not_utf8(options) or check(options):
     parser.error(problem)
   configure_warnings()
-  return (ending or exit_code)(lambda: work(options), show_traceback=options.traceback)
+
+  def checked():
+    check_outputs(options)
+    return work(options)
+
+  return (ending or exit_code)(checked, show_traceback=options.traceback)
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+  """Raise OSError for a file that cannot be written, before the work is done."""
+  for name, value in vars(options).items():
+    if isinstance(value, OutputFile):
+      check_file(value, f"--{name}")
+
+
+def _not_utf8(options: argparse.Namespace) -> str | None:
+  """What is wrong with the texts of a call; a file's name may be any bytes."""
+  for name, value in vars(options).items():
+    for text in value if isinstance(value, list) else [value]:
+      if isinstance(text, str) and name not in ("model", "draft", "config"):  # paths
+        try:
+          text.encode("utf-8")
+        except UnicodeEncodeError as error:
+          return (
+            f"`--{name}` must be UTF-8; got the byte 0x{ord(text[error.start]) - 0xDC00:02x} at"
+            f" character {error.start}. Set the terminal to UTF-8, or convert the text"
+          )
+  return None
 
 
 def configure_warnings() -> None:

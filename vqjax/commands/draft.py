@@ -19,6 +19,7 @@ from vqjax.commands.console import flag, new_parser, option, run
 from vqjax.commands.models import add_arguments, load_model
 from vqjax.lab.exits import say
 from vqjax.lm.drafting import eagle_training, medusa_training
+from vqjax.lm.records import one_line
 from vqjax.lm.texts import data_path, read_texts
 
 __all__ = []
@@ -99,7 +100,7 @@ def _draft(options: argparse.Namespace) -> None:
   print("times as long as a token without a drafter that a round with k draft tokens takes:")
   for way, times in found["rounds"].items():
     print(f"  {way}: {1 + times['overhead']:.2f} + {times['cost']:.3f} · k")
-  print(f"drafter: {options.out}")
+  print(f"drafter: {one_line(options.out)}")
 
 
 def _show_eagle(found: dict[str, Any]) -> None:

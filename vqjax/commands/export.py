@@ -19,6 +19,7 @@ from vqjax.lm.compression.exports import (
 )
 from vqjax.lm.compression.folders import read_moments
 from vqjax.lm.jobs import ProgressBars
+from vqjax.lm.records import one_line
 from vqjax.lm.texts import (
   WINDOW,
   check_tokens,
@@ -28,8 +29,8 @@ from vqjax.lm.texts import (
   read_texts,
   text_windows,
 )
+from vqjax.outputs import check_output
 from vqjax.tables import Moments
-from vqjax.tables.atomic_files import check_output
 from vqjax.tables.gguf_types import TYPES
 
 __all__ = []
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _export(options: argparse.Namespace) -> None:
   path = data_path(options.model, kind="model")
   # What may be refused comes before the minutes of calibration.
-  check_output(options.out, "--out")
+  check_output(options.out, "--out", folder=options.to in INTEGERS)
   check_tokens(options.tokens)
   if options.to in INTEGERS:
     integer_source(path, INTEGERS[options.to], options.group)
@@ -80,8 +81,8 @@ def _export(options: argparse.Namespace) -> None:
   else:
     sizes = export_gguf(path, options.out, options.to, head_kind=options.head_to, moments=moments)
   for name, size in sizes.items():
-    print(f"{name}: {size:,} bytes")
-  print(f"result: {options.out}")
+    print(f"{one_line(name)}: {size:,} bytes")
+  print(f"result: {one_line(options.out)}")
 
 
 def _moments(options: argparse.Namespace, path: pathlib.Path) -> Moments | None:

@@ -5,7 +5,6 @@ vqjax floor configs/lm_codebook.py model.head.codes=512 --json floor.json
 """
 
 import argparse
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vqjax import CodebookHead, assign
-from vqjax.commands.console import option
+from vqjax.commands.console import OutputFile, option
 from vqjax.commands.run_folders import config_parser, with_config
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.data import fingerprint, fit_tokenizer
@@ -147,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     "Compute before any training which perplexity the codes of a config rule out.",
     EXAMPLES,
   )
-  option(parser, "--json", "write the floors to FILE", pathlib.Path)
+  option(parser, "--json", "write the floors to FILE", OutputFile)
   return with_config(parser, arguments, _floor)
 
 

@@ -18,6 +18,7 @@ from vqjax.commands.models import add_arguments, load_model
 from vqjax.lm.checkpoints import Loaded
 from vqjax.lm.drafting import Medusa, load_drafter
 from vqjax.lm.generation import Draft, Drafter, Sampling, generate, stream
+from vqjax.lm.records import without_control
 from vqjax.lm.texts import data_path
 
 __all__ = []
@@ -83,16 +84,17 @@ def _generate(options: argparse.Namespace) -> None:
   if not options.json and len(options.prompt) == 1:
     # Arguments are checked before the prompt is printed.
     streamed = stream(*given, **settings)
-    print(options.prompt[0], end="", flush=True)
+    print(without_control(options.prompt[0]), end="", flush=True)
     for pieces in streamed:
-      print(pieces[0], end="", flush=True)
+      print(without_control(pieces[0]), end="", flush=True)
     print()
     return
   start = time.perf_counter()
   result = generate(*given, **settings, log_probs=options.json)
   seconds = time.perf_counter() - start
   if not options.json:
-    print("\n\n".join(map("".join, zip(options.prompt, result.texts))))
+    texts = map("".join, zip(options.prompt, result.texts))
+    print("\n\n".join(map(without_control, texts)))
     return
   rows = [
     {

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vqjax.commands.console import flag, new_parser, option, run
+from vqjax.commands.console import OutputFile, flag, new_parser, option, run
 from vqjax.lab.exits import say
 from vqjax.lm.checkpoints import Inspection, inspect
+from vqjax.lm.records import one_line
 
 __all__ = []
 
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     nargs="+",
     metavar="TOKEN",
   )
-  option(tables, "--page", "write a page of HTML", pathlib.Path)
+  option(tables, "--page", "write a page of HTML", OutputFile)
   return run(
     parser,
     arguments,
@@ -113,7 +114,7 @@ def _vocabulary(options: argparse.Namespace) -> None:
 def _show_inspection(found: Inspection, console: Console) -> None:
   """Print an inspection as a table."""
   console.print(
-    f"[bold]{escape(found.path)}[/]: {found.architecture}, {found.kind}\n"
+    f"[bold]{escape(one_line(found.path))}[/]: {found.architecture}, {found.kind}\n"
     f"V = {found.vocab:,}, D = {found.dim:,}, {found.layers} blocks, {found.heads} heads,"
     f" {found.kv_heads} key-value heads, context {found.context:,}",
     highlight=False,

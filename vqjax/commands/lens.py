@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vqjax.commands.console import flag, new_parser, option, run
+from vqjax.commands.console import OutputFile, flag, new_parser, option, run
 from vqjax.commands.models import add_arguments, load_model
 from vqjax.lab.exits import say
 from vqjax.lm.generation.text_stream import visible
@@ -25,6 +25,7 @@ from vqjax.lm.lenses import lens_readings, load_lens
 from vqjax.lm.lenses.fitting import LensJob, fit_lens
 from vqjax.lm.lenses.reading_page import Reading, write_reading_page
 from vqjax.lm.lenses.tuned import blocks_read
+from vqjax.lm.records import one_line
 from vqjax.lm.texts import data_path, read_text
 
 __all__ = []
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     int,
     nargs="+",
   )
-  option(reading, "--page", "write a page of HTML", pathlib.Path)
+  option(reading, "--page", "write a page of HTML", OutputFile)
   fit = parser.add_argument_group("with --fit")
   option(fit, "--out", "the lens to be written", pathlib.Path)
   defaults = {field.name: field.default for field in dataclasses.fields(LensJob)}
@@ -120,7 +121,7 @@ def _fit(options: argparse.Namespace) -> None:
     f" {found['fitted']:,}"
   )
   Console().print(table)
-  print(f"lens: {options.out}")
+  print(f"lens: {one_line(options.out)}")
 
 
 def _loaded(options):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from vqjax.commands.console import option
-from vqjax.lm import checkpoints
+from vqjax.lm import checkpoints, tokenizers
 from vqjax.lm.checkpoints import Loaded
 from vqjax.lm.texts import data_path
 
@@ -53,7 +53,7 @@ def load_model(
       )
     loaded = checkpoints.load(folder, dtype=DTYPES[dtype], runtime=runtime)
     return Loaded(
-      loaded.model, loaded.variables, loaded.tokenizer or checkpoints.load_tokenizer(folder)
+      loaded.model, loaded.variables, loaded.tokenizer or tokenizers.load_tokenizer(folder)
     )
   # Not at the top: a pretrained model needs neither a trainer nor its libraries.
   from vqjax.lab.trained import load_run

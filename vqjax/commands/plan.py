@@ -5,14 +5,13 @@ vqjax plan configs/lm_1b.py --devices 64 --device-kind H100 train.mesh.model=8
 """
 
 import argparse
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from rich.console import Console
 
-from vqjax.commands.console import option
+from vqjax.commands.console import OutputFile, option
 from vqjax.commands.run_folders import config_parser, with_config
 from vqjax.lab.config import Experiment
 from vqjax.lab.plan import chips, compiling, printing
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   option(parser, "--devices", "this many GPUs", int)
   option(parser, "--device-kind", "of --devices: A100, H100, H200 or B200", default="H100")
   option(parser, "--vocab", "tokens, whatever the config says", int, metavar="V")
-  option(parser, "--json", "write the plan to FILE", pathlib.Path)
+  option(parser, "--json", "write the plan to FILE", OutputFile)
   return with_config(parser, arguments, _plan)
 
 

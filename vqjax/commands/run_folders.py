@@ -12,6 +12,7 @@ from vqjax.commands.console import configure_warnings, flag
 from vqjax.lab import exits, signals
 from vqjax.lab.config import Experiment, help_text, load_config, override
 from vqjax.lab.training import Interrupted, distributed
+from vqjax.lm.records import one_line
 
 __all__ = ["exit_code_of_run"]
 
@@ -83,6 +84,7 @@ def with_config(
   def work() -> None:
     # With --help one process must not wait for others.
     if not options.help:
+      console.check_outputs(options)
       before(options)
     experiment = override(load_config(options.config), options.overrides)
     if options.help:
@@ -103,4 +105,4 @@ def print_result(result: Mapping[str, Any], folder: pathlib.Path) -> None:
     rates = [name for name in score if name.endswith("accuracy")]
     parts += [f"{name.replace('_', ' of ')} {100 * score[name]:.2f} %" for name in rates]
     print(f"{split}: {', '.join(parts)} over {score['tokens']:,} tokens")
-  print(f"result: {folder / 'result.json'}")
+  print(f"result: {one_line(folder / 'result.json')}")

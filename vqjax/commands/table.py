@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from vqjax.commands.console import new_parser, option, run
+from vqjax.commands.console import OutputFile, new_parser, option, run
 from vqjax.lab import exits, report
-from vqjax.lm import records
+from vqjax.outputs import write_text
 
 __all__ = []
 
@@ -28,14 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "folder", type=pathlib.Path, help="a run folder, or a folder with run folders"
   )
-  option(parser, "--html", "write an HTML page", pathlib.Path)
+  option(parser, "--html", "write an HTML page", OutputFile)
   option(parser, "--title", "title of the page (default: the folder's name)")
-  option(parser, "--markdown", "write the table in Markdown", pathlib.Path)
+  option(parser, "--markdown", "write the table in Markdown", OutputFile)
   option(
     parser,
     "--png",
     "plot head bytes against perplexity in FILE, and the loss curves in FILE with -loss",
-    pathlib.Path,
+    OutputFile,
   )
   return run(parser, arguments, _table)
 
@@ -51,7 +51,7 @@ def _table(options: argparse.Namespace) -> int:
         runs, options.html, title=options.title or options.folder.resolve().name
       )
     if options.markdown:
-      records.write_text(options.markdown, report.markdown_table(columns, runs))
+      write_text(options.markdown, report.markdown_table(columns, runs))
     if options.png:
       _save_plots(runs, options.png)
   except (OSError, ValueError) as error:
@@ -76,9 +76,12 @@ def _read_runs(folder: pathlib.Path) -> list[report.Run]:
 
 def _save_plots(runs: Sequence[report.Run], path: pathlib.Path) -> None:
   """Write both plots; a message on standard error names a plot that has no data."""
-  path.parent.mkdir(parents=True, exist_ok=True)
   curves = path.with_stem(f"{path.stem}-loss")
-  plots = {path: report.size_against_perplexity(runs), curves: report.loss_curves(runs)}
+  plots = {path: report.size_against_perplexity(runs)}
+  if path.is_file() or not path.exists():
+    plots[curves] = report.loss_curves(runs)
+  else:  # a new file beside a device would stay there
+    exits.say(f"{curves} is not written: {path} is not a regular file")
   for target, figure in plots.items():
     if figure is None:
       print(f"{target} is not written: no run has the numbers that it shows", file=sys.stderr)

@@ -12,6 +12,7 @@ from vqjax.commands.run_folders import config_parser, print_result, with_config
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.exits import LESS_OF_A_STEP
 from vqjax.lab.training import distributed, fit
+from vqjax.lm.records import one_line
 
 __all__ = []
 
@@ -60,7 +61,7 @@ def _train(experiment: Experiment, options: argparse.Namespace) -> None:
   """Train an experiment in its run folder and print the result."""
   folder = options.run or pathlib.Path("runs") / f"{experiment.name}-{config_hash(experiment)}"
   if distributed.is_main():
-    print(f"run folder: {folder}", file=sys.stderr)
+    print(f"run folder: {one_line(folder)}", file=sys.stderr)
   result = fit(experiment, folder)
   if distributed.is_main():
     print_result(result, folder)

@@ -15,8 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import pathlib
-import uuid
 from typing import Any
 
 import jax
@@ -25,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer
 from safetensors.numpy import save
 
+from vqjax import outputs
 from vqjax.embeddings import compact_file
 from vqjax.ops import bit_packing, product
 from vqjax.ops.vocabulary import in_vocabulary
@@ -115,18 +114,12 @@ class CompactEmbedding:
     tensors = {"values": np.asarray(self.values), "codes": np.asarray(self.data)}
     if self.bias is not None:
       tensors["bias"] = np.asarray(self.bias)
-    path = pathlib.Path(path)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-      # The checksum covers the header, which is therefore written twice, with the same length. Not
-      # by `save_file`, whose files other users may not read.
+    # At once, because the old file may be mapped.
+    with outputs.atomic_path(path) as partial:
+      # The checksum covers the header, which is therefore written twice, with the same length.
       partial.write_bytes(save(tensors, metadata=self._metadata() | {"checksum": "0" * 8}))
       value = compact_file.compact_checksum(partial)
       partial.write_bytes(save(tensors, metadata=self._metadata() | {"checksum": value}))
-      # At once, because the old file may be mapped.
-      partial.replace(path)
-    finally:
-      partial.unlink(missing_ok=True)
 
   def _metadata(self) -> dict[str, str]:
     counts: dict[str, Any] = {

@@ -177,8 +177,11 @@ def _header(path, size):
 
 def _count(path, meta, key):
   text = meta.get(key, "")
-  if not text.isdecimal() or not int(text):
-    raise ValueError(f"`{key}` of {path} must be a positive number; got {text!r}. Save it again.")
+  # Python refuses to read thousands of digits, with an error of its own.
+  if not text.isdecimal() or len(text) > 18 or not int(text):
+    raise ValueError(
+      f"`{key}` of {path} must be a positive number; got {text[:40]!r}. Save it again."
+    )
   return int(text)
 
 

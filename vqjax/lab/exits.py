@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from vqjax.lab.signals import RESUME, take_over
-from vqjax.lm.records import printable
+from vqjax.lm.records import one_line, printable
 
 __all__ = ["LESS_OF_A_STEP", "run_main"]
 
@@ -135,6 +135,10 @@ def explained(error: BaseException, out_of_memory: str = MORE_MEMORY) -> tuple[i
     out_of_memory: what to do if memory is exhausted.
   """
   text = str(error)
+  for argument in sys.argv[1:]:
+    # A name with ends of lines would begin the last line anew.
+    if len(argument) > 1 and argument in text:
+      text = text.replace(argument, one_line(argument))
   if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "bad_alloc" in text:
     _keep(error)
     first = text.splitlines()[0][:200] if text else type(error).__name__
@@ -144,6 +148,12 @@ def explained(error: BaseException, out_of_memory: str = MORE_MEMORY) -> tuple[i
   if isinstance(error, OSError) and error.strerror == os.strerror(error.errno or 0):
     # As the system raised it: what this project raises has its own remedy.
     text += f". {REMEDIES.get(error.errno, 'Check the path, and run again.')}"
+  if isinstance(error, RuntimeError) and text.startswith("Unable to initialize backend"):
+    name = os.environ.get("JAX_PLATFORMS", "")
+    return 2, (
+      f"`JAX_PLATFORMS` must name platforms that JAX has here; got {name!r}. Unset it, or set it to"
+      " cpu."
+    )
   stores = r"\A[A-Z_]+: |\n(?s:.*)[Tt]ensor[Ss]tore"
   if isinstance(error, ValueError) and re.search(stores, text):
     # Of TensorStore, which begins with the code of its status, or of Orbax, which quotes a store.

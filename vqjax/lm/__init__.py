@@ -1,1 +1,8 @@
-"""Decoders that people have: their files, text from them, faster decoding, and smaller tables."""
+"""Decoders that people have: their files, text from them, faster decoding, and smaller tables.
+
+Names are imported when they are first used.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

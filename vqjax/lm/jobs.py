@@ -97,14 +97,6 @@ def check_free(folder: pathlib.Path, weights: int) -> None:
     )
 
 
-def check_new_file(out: pathlib.Path) -> None:
-  """Raise ValueError unless `--out` is a new file in a folder that exists."""
-  if out.exists():
-    raise ValueError(f"`--out` must be a new file; got {out}, which exists. Give another.")
-  if not out.absolute().parent.is_dir():
-    raise ValueError(f"`--out` must be in a folder that exists; got {out}. Make the folder first.")
-
-
 def job_identity(job: Any, mark: np.ndarray) -> str:
   """A hash of the fields of a job but `out`, and of `model_mark` of its model.
 

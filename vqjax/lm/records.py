@@ -4,9 +4,9 @@ The checksum is the CRC-32 of zlib, which misses no flipped bit and no damage of
 row, and runs at the speed of memory. It guards against failing disks, not against forgery.
 """
 
-import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import math
 import os
@@ -14,14 +14,14 @@ import pathlib
 import re
 import types
 import typing
-import uuid
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from typing import Any
+
+from vqjax.outputs import write_text
 
 __all__ = [
   "CHECKSUM",
-  "atomic_file",
   "checksum",
   "dumps",
   "parse_json",
@@ -30,7 +30,6 @@ __all__ = [
   "read_json_rows",
   "sealed",
   "write",
-  "write_text",
 ]
 
 CHECKSUM = "checksum"
@@ -142,62 +141,123 @@ def parse_json(
       raise damaged(f"it has no checksum ({error})") from None
     if found != wanted:
       raise damaged(f"its checksum must be {wanted}; got {printable(str(found))[:20]}")
-  if problem := _problem(value, schema, ""):
+  if problem := problem_of(value, schema, ""):
     raise damaged(problem, "is of another version of vqjax" if is_sealed else "is damaged")
   return value
 
 
-def _problem(value: Any, hint: Any, at: str) -> str | None:
+@dataclasses.dataclass(frozen=True)
+class Range:
+  """The numbers that a field may hold, in `Annotated[int, Range(1, 9)]`.
+
+  Attributes:
+    least: the smallest.
+    most: the largest.
+    above: `least` itself is not among them.
+  """
+
+  least: float
+  most: float
+  above: bool = False
+
+  def problem(self, value: float) -> str | None:
+    """What the number must be, or None."""
+    is_above = value > self.least if self.above else value >= self.least
+    if is_above and value <= self.most:
+      return None
+    return f"in {'(' if self.above else '['}{self.least:,}, {self.most:,}]"
+
+
+@functools.cache  # evaluating the annotations takes milliseconds
+def hints_of(schema: type) -> dict[str, Any]:
+  """The annotations of a dataclass, with their ranges."""
+  return typing.get_type_hints(schema, include_extras=True)
+
+
+def problem_of(value: Any, hint: Any, at: str) -> str | None:
   """What is wrong with a value of JSON for an annotation, or None."""
   origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+  name = f"`{one_line(at)}`" if at else "it"
   if origin in (typing.Union, types.UnionType):
-    problems = [_problem(value, option, at) for option in arguments]
+    objects = [option for option in arguments if dataclasses.is_dataclass(option)]
+    if objects and isinstance(value, dict):
+      # Where every member is optional, any object would do: the one with most of these members.
+      shared = lambda option: len({f.name for f in dataclasses.fields(option)} & value.keys())
+      return problem_of(value, max(objects, key=shared), at)
+    problems = [problem_of(value, option, at) for option in arguments]
     return None if None in problems else problems[0]
   if hint is Any:
     return None
-  name = f"`{at}`" if at else "it"
+  if origin is typing.Annotated:
+    if problem := problem_of(value, arguments[0], at):
+      return problem
+    ranges = [one for one in arguments[1:] if isinstance(one, Range)]
+    wanted = ranges[0].problem(value) if ranges else None
+    return wanted and f"{name} must be {wanted}; got {shown(value)}"
   if dataclasses.is_dataclass(hint):
     if not isinstance(value, dict):
-      return f"{name} must be a JSON object; got {_shown(value)}"
-    hints = typing.get_type_hints(hint)
+      return f"{name} must be a JSON object; got {shown(value)}"
+    hints = hints_of(hint)
     for field in dataclasses.fields(hint):
       required = field.default is field.default_factory  # both are MISSING
       inner = f"{at}.{field.name}" if at else field.name
       if field.name not in value:
         if required:
           return f"`{inner}` is missing"
-      elif problem := _problem(value[field.name], hints[field.name], inner):
+      elif problem := problem_of(value[field.name], hints[field.name], inner):
         return problem
     return None
   if origin in (dict, list):
     if not isinstance(value, origin):
       kind = "object" if origin is dict else "list"
-      return f"{name} must be a JSON {kind}; got {_shown(value)}"
+      return f"{name} must be a JSON {kind}; got {shown(value)}"
     entries = value.items() if origin is dict else enumerate(value)
     for key, item in entries:
-      if problem := _problem(item, arguments[-1], f"{at}.{key}" if at else f"{key}"):
+      if problem := problem_of(item, arguments[-1], f"{at}.{key}" if at else f"{key}"):
         return problem
     return None
   if origin is typing.Literal:
-    is_right = isinstance(value, str) and value in arguments
-    kind = " or ".join(map(repr, arguments))
+    # 1 and True are equal.
+    is_right = any(type(value) is type(one) and value == one for one in arguments)
+    kind = " or ".join(json.dumps(one) if isinstance(one, bool) else repr(one) for one in arguments)
   else:
-    is_number = type(value) in (int, float) and math.isfinite(value)
+    is_number = type(value) in (int, float) and _is_finite(value)
     is_right = is_number if hint is float else type(value) is hint
     kind = {float: "a number", int: "an integer", str: "a text", bool: "true or false"}.get(
       hint, "null"
     )
     is_right = value is None if hint is type(None) else is_right
-  return None if is_right else f"{name} must be {kind}; got {_shown(value)}"
+  return None if is_right else f"{name} must be {kind}; got {shown(value)}"
 
 
-def _shown(value: Any) -> str:
-  return printable(repr(value))[:60]
+def _is_finite(number: float) -> bool:
+  try:
+    return math.isfinite(number)
+  except OverflowError:  # an integer of hundreds of digits
+    return False
+
+
+def shown(value: Any) -> str:
+  """A value in a message: short, on one line, and without control characters."""
+  try:
+    return printable(repr(value))[:60]
+  except ValueError:  # an integer of thousands of digits
+    return f"a number of {value.bit_length():,} bits" if isinstance(value, int) else "a long value"
 
 
 def printable(text: str) -> str:
   """Return the text with control characters, such as those that colour a terminal, escaped."""
   return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def one_line(name: Any) -> str:
+  """Return a name, such as that of a file, in one line without control characters."""
+  return printable(str(name)).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def without_control(text: str) -> str:
+  """Return a text to print, in which only control characters but ends of lines are escaped."""
+  return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
 
 
 def read(
@@ -274,34 +334,6 @@ def dumps(value: Mapping[str, Any]) -> str:
 def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
   """Write an object to a file with its checksum, whole or not at all."""
   write_text(path, json.dumps(sealed(value), indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-  """Write a text file: a reader sees the old text or the new one."""
-  with atomic_file(pathlib.Path(path)) as file:
-    file.write(text.encode())
-
-
-@contextlib.contextmanager
-def atomic_file(path: pathlib.Path) -> Iterator[BinaryIO]:
-  """Open a file for writing that appears at `path` complete, or not at all.
-
-  It is written beside `path` under another name and renamed at the end, so that neither a killed
-  process nor several processes at once leave a part of it.
-  """
-  path.parent.mkdir(parents=True, exist_ok=True)
-  # Not `tempfile`, whose files only their owner may read.
-  partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-  try:
-    with partial.open("xb") as file:
-      yield file
-      file.flush()
-      os.fsync(file.fileno())
-    partial.replace(path)
-  except BaseException:
-    with contextlib.suppress(OSError):
-      partial.unlink(missing_ok=True)
-    raise
 
 
 def set_aside(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:

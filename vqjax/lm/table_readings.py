@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
-from vqjax.lm import records
 from vqjax.lm.checkpoints import Loaded
 from vqjax.lm.compression.judging import tables_of
 from vqjax.lm.generation.text_stream import token_text, visible
 from vqjax.lm.pages import SERIES, blank, document, element, html_table, plot
 from vqjax.lm.texts import encode_text
+from vqjax.outputs import write_text
 from vqjax.tables import geometry
 
 __all__ = []
@@ -212,4 +212,4 @@ def write_table_page(found: dict[str, Any], path: str | os.PathLike, title: str)
   axes.set_ylabel("share of the variance")
   axes.legend(frameon=False, labelcolor="linecolor")
   parts.append(plot(figure, "spectrum", "Share of the variance of each direction"))
-  records.write_text(path, document(title, "\n".join(parts), width="60rem"))
+  write_text(path, document(title, "\n".join(parts), width="60rem"))

@@ -86,7 +86,8 @@ def tile_of_tokens(
     moved = 10 * tokens * vocab + (steps - 1) * vocab * dim * (8 + 2 * itemsize)
   if 2 * tokens * dim * vocab <= limits.balance * moved:
     return None
-  return tiles.part(tokens, fitting) if fitting >= 64 else fitting
+  rounded = tiles.part(tokens, fitting)
+  return rounded if rounded <= fitting else math.ceil(tokens / steps)
 
 
 # Larger tiles of tokens gain nothing anywhere.

@@ -218,6 +218,11 @@ def allow(blocks: Blocks, allowed: Bool[ArrayLike, "..."] | None, vocab: int) ->
   if allowed is None:
     return blocks
   allowed = jnp.asarray(allowed)
+  if allowed.dtype != bool:  # any number but 0 would be true, ids and nan among them
+    raise TypeError(
+      f"`allowed` must be booleans; got {allowed.dtype}. Give one for each token, such as"
+      " jnp.zeros(vocab, bool).at[ids].set(True)."
+    )
   try:
     fits = allowed.shape[-1:] == (vocab,) and bool(
       jnp.broadcast_shapes(allowed.shape[:-1], blocks.batch) == blocks.batch

@@ -32,8 +32,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from vqjax.tables import container
-from vqjax.tables.atomic_files import release
 from vqjax.tables.moments import SHRINKAGE, Moments
+from vqjax.tables.tensor_files import release
 
 __all__ = [
   "BIT",

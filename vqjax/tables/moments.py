@@ -7,11 +7,9 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-import safetensors.numpy
 from jaxtyping import Float
-from safetensors import SafetensorError
 
-from vqjax.tables.atomic_files import save_file
+from vqjax.tables.tensor_files import load_file, save_file
 
 __all__ = ["SHRINKAGE", "Moments"]
 
@@ -129,12 +127,7 @@ class Moments:
     Raises:
       ValueError: the file is not one of safetensors, lacks a tensor, or holds an impossible one.
     """
-    try:
-      tensors = safetensors.numpy.load_file(path)
-    except SafetensorError as error:
-      raise ValueError(
-        f"{path} must be a file of safetensors; got another ({error}). Collect it again."
-      ) from None
+    tensors, _ = load_file(path)
     missing = [name for name in FIELDS[:3] if name not in tensors]
     if missing:
       raise ValueError(

@@ -35,7 +35,7 @@ from vqjax.lab.config import Experiment, with_vocab
 from vqjax.lab.data import fit_tokenizer
 from vqjax.lab.training import read_run_variables, saved_steps
 from vqjax.lab.training.run_folder import load_text
-from vqjax.lm.checkpoints import Tokenizer
+from vqjax.lm.tokenizers import Tokenizer
 from vqjax.ops import quantize
 
 FAMILIES = (

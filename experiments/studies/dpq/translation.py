@@ -12,7 +12,7 @@ from experiments.studies.dpq.models import EncoderDecoder, translate
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import encode_document, fit_tokenizer
 from vqjax.lab.data.pipeline import NONE
-from vqjax.lm.checkpoints import Tokenizer
+from vqjax.lm.tokenizers import Tokenizer
 
 BEAMS, PENALTY, SENTENCES = 4, 0.6, 50
 """Beams of the search, its length penalty, and sentences of a batch."""

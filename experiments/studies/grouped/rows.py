@@ -23,7 +23,7 @@ from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import BPETokenizer, Stories, Text, TokenizerRecipe
 from vqjax.lab.data.tokenizer_recipes import Documents
 from vqjax.lab.training import FromRun
-from vqjax.lm.checkpoints import Tokenizer
+from vqjax.lm.tokenizers import Tokenizer
 
 RUNS = "runs/grouped"
 """Folder of all runs, with a folder for each scale."""

@@ -18,8 +18,8 @@ from vqjax.lab.data import fit_tokenizer
 from vqjax.lab.starting_points import Distilled
 from vqjax.lab.training import read_run_variables
 from vqjax.lab.training.run_folder import load_text
-from vqjax.lm.checkpoints import Tokenizer
 from vqjax.lm.models import LanguageModel
+from vqjax.lm.tokenizers import Tokenizer
 
 
 def graded(

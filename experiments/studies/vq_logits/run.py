@@ -28,7 +28,7 @@ from vqjax.lab import exits
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import encode_split, fit_tokenizer
 from vqjax.lab.training import read_run_variables
-from vqjax.lm.checkpoints import Tokenizer
+from vqjax.lm.tokenizers import Tokenizer
 
 SHOWN_WORDS = 10
 """Number of further words of a code that Table 8 shows."""

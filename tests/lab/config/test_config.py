@@ -272,6 +272,26 @@ def test_a_missing_config_lists_the_others_and_a_file_must_define_an_experiment(
     config.load_config(config_file)
 
 
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("def experiment(:\n", r"apple.py, line 1: SyntaxError: invalid syntax\. Correct this line\.$"),
+    ("import math\nimport absent\n", "apple.py, line 2: ModuleNotFoundError: No module named 'abs"),
+    ("from vqjax import CodebookHed\n", "apple.py, line 1: ImportError: .* Correct this line"),
+    ("def experiment():\n  return Experimen()\n", "apple.py, line 2: NameError: .*Experimen'"),
+    (
+      "from vqjax.lab.config import Train\ndef experiment():\n  return Train(steps=0)\n",
+      "apple.py, line 3: `train.steps` must be .*; got 0",
+    ),
+  ],
+)
+def test_an_error_in_a_config_has_its_line(config_file, text, message):
+  config_file.write_text(text)
+  with pytest.raises(ValueError, match=message) as error:
+    config.load_config(config_file)
+  assert "\n" not in str(error.value)
+
+
 def test_another_process_has_the_same_hash_and_a_config_imports_its_neighbours(config_file):
   folder = config_file.parent / "paper"
   folder.mkdir()

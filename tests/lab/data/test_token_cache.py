@@ -11,6 +11,7 @@ import pytest
 from tests.fakes import FakeTokenizer
 from vqjax.lab.data import (
   BPETokenizer,
+  EvaluationBatches,
   Text,
   WordTokenizer,
   encode_document,
@@ -57,6 +58,16 @@ def test_the_cache_holds_the_documents_one_after_another(source):
   assert np.array_equal(split.tokens, expected)
   assert split.text_bytes == sum(len(d.encode("utf-8")) + 1 for d in documents)
   assert (split.documents, split.eos) == (len(documents), *tokenizer.eos)
+
+
+def test_inputs_of_a_document_are_its_text_where_one_token_begins_and_ends_them(source):
+  # The end of a document is the beginning of the next one, and loaders put one before the first.
+  tokenizer = fit_tokenizer(source, WordTokenizer())
+  assert tokenizer.eos == (tokenizer.bos,)
+  split = encode_split(source, tokenizer, "train")
+  (batch,) = EvaluationBatches(split, 1, len(split.tokens))
+  expected = [token for d in source.documents("train") for token in tokenizer.encode(d)]
+  assert batch["inputs"][0].tolist() == expected
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])

@@ -16,7 +16,7 @@ from vqjax.lab.data import CheckpointTokenizer, Text, Windows, encode_document, 
 from vqjax.lab.starting_points import Checkpoint
 from vqjax.lab.training import fit
 from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints.families import decoder_of
+from vqjax.lm.sources.families import decoder_of
 from vqjax.sharding import MeshShape
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra `lab` is not installed")

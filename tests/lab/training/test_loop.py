@@ -109,6 +109,15 @@ def test_text_that_has_changed_since_is_refused(finished, tmp_path):
     fit(moved, run)
 
 
+def test_another_generator_of_random_numbers_is_refused(finished):
+  experiment, folder, _ = finished
+  with (
+    jax.default_prng_impl("rbg"),
+    pytest.raises(ValueError, match=r"the generator of random numbers .*\n.*rbg now, threefry2x32"),
+  ):
+    fit(experiment, folder)
+
+
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
   experiment, tmp_path, monkeypatch

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from tests import jitted
-from vqjax.lm.checkpoints.families import decoder_of
+from vqjax.lm.sources.families import decoder_of
 
 V = 97
 

@@ -11,6 +11,7 @@ from tests.jitted import apply
 from tests.lm.checkpoints import report
 from tests.lm.checkpoints.families import CONFIGS, V, small
 from vqjax.lm import checkpoints
+from vqjax.lm.models import rotary
 
 gguf = pytest.importorskip("gguf", reason="the extra `checkpoints` is not installed")
 
@@ -24,8 +25,11 @@ def side_by_side(weight, heads):
   return weight.reshape(heads, 2, -1, shape[-1]).swapaxes(1, 2).reshape(shape)
 
 
-def written(path, name, folder, quantised=None):
-  """Convert a saved folder as llama.cpp's converter does, by its names for tensors."""
+def written(path, name, folder, quantised=None, more=()):
+  """Convert a saved folder as llama.cpp's converter does, by its names for tensors.
+
+  `more` has further metadata, or other values for what is there.
+  """
   import safetensors.numpy
 
   config, arch = CONFIGS[name], ARCH[name]
@@ -52,6 +56,13 @@ def written(path, name, folder, quantised=None):
   writer.add_token_types([2, 3, 3, *[1] * 94])
   writer.add_bos_token_id(1)
   writer.add_eos_token_id(2)
+  kinds = {str: "STRING", float: "FLOAT32", int: "UINT32", bool: "BOOL", list: "ARRAY"}
+  for key, value in dict(more).items():
+    writer.kv_data[0].pop(key, None)
+    if value is not None:
+      of = gguf.GGUFValueType
+      inner = of[kinds[type(value[0])]] if isinstance(value, list) else None
+      writer.add_key_value(key, value, of[kinds[type(value)]], inner)
   names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), layers)
   for key, value in safetensors.numpy.load_file(folder / "model.safetensors").items():
     stem, _, end = key.rpartition(".")
@@ -74,9 +85,11 @@ def written(path, name, folder, quantised=None):
 
 def plain(name):
   """A model whose config has nothing that the metadata of these files leave out."""
-  changes = {"rope_scaling": None, "use_sliding_window": False, "final_logit_softcapping": None}
-  changes |= {"query_pre_attn_scalar": 12}
-  return small(name, **({} if name == "gpt2" else changes))
+  changes = {} if name == "gpt2" else {"rope_scaling": None}
+  changes |= {"use_sliding_window": False} if name == "qwen3" else {}
+  if name == "gemma3_text":
+    changes |= {"final_logit_softcapping": None, "query_pre_attn_scalar": 12}
+  return small(name, **changes)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -107,11 +120,108 @@ def test_quantised_tensors_are_near_the_original(kind, error, tmp_path):
   assert shown.parts[0].formats == (kind.name,)
 
 
-def test_damaged_files_are_refused(tmp_path):
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+  """A saved folder of Llama."""
   model, variables = plain("llama")
-  checkpoints.save(tmp_path / "folder", model, variables)
-  path = tmp_path / "model.gguf"
-  written(path, "llama", tmp_path / "folder")
+  folder = tmp_path_factory.mktemp("llama") / "folder"
+  checkpoints.save(folder, model, variables)
+  return folder
+
+
+def changed(llama, tmp_path, **more):
+  """The path of its GGUF with changed metadata."""
+  keys = {key.replace("__", "."): value for key, value in more.items()}
+  written(tmp_path / "model.gguf", "llama", llama, more=keys)
+  return tmp_path / "model.gguf"
+
+
+@pytest.mark.parametrize(
+  ("more", "scaling"),
+  [
+    ({}, None),
+    ({"type": "none", "factor": 4.0}, None),
+    ({"type": "linear", "factor": 4.0}, rotary.LinearScaling(4.0)),
+    # The type is linear where a factor is given without one.
+    ({"factor": 4.0}, rotary.LinearScaling(4.0)),
+    ({"type": "linear", "factor": 0.0}, None),
+    (
+      {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 16.0},
+      rotary.Yarn(4.0, 64, 16.0),
+    ),
+  ],
+)
+def test_the_scaling_of_rotary_embeddings_is_that_of_llama_cpp(llama, tmp_path, more, scaling):
+  keys = {f"llama.rope.scaling.{key}": value for key, value in more.items()}
+  assert checkpoints.decoder(changed(llama, tmp_path, **keys)).rotary.scaling == scaling
+
+
+def test_an_old_name_of_the_factor_is_understood(llama, tmp_path):
+  path = changed(llama, tmp_path, llama__rope__scale_linear=2.0)
+  assert checkpoints.decoder(path).rotary.scaling == rotary.LinearScaling(2.0)
+
+
+@pytest.mark.parametrize(
+  ("more", "problem"),
+  [
+    ({"llama.block_count": 2**31 - 1}, "`llama.block_count` must be at most 30, the number"),
+    ({"llama.block_count": "3"}, "`llama.block_count` must be an integer; got '3'"),
+    ({"llama.feed_forward_length": None}, "`llama.feed_forward_length` must be an integer; got No"),
+    ({"llama.attention.layer_norm_rms_epsilon": None}, "rms_epsilon` must be a number; got None"),
+    ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "must be a number; got nan"),
+    ({"llama.rope.freq_base": -1.0}, r"`llama.rope.freq_base` must be in \(1"),
+    ({"llama.rope.scaling.factor": -1.0}, r"`llama.rope.scaling.factor` must be in \[1"),
+    ({"llama.rope.scaling.type": "longrope"}, "`llama.rope.scaling.type` must be .* got 'longr"),
+    ({"llama.rope.dimension_count": 4}, "`llama.rope.dimension_count` must be 8, the width"),
+    ({"llama.attention.value_length": 4}, "`llama.attention.value_length` must be 8, the width"),
+    ({"llama.rope.scaling.attn_factor": 2.0}, "`llama.rope.scaling.attn_factor` is not implemen"),
+    ({"llama.attention.sliding_window": 64}, "`llama.attention.sliding_window` is not implement"),
+    ({"llama.expert_count": 8}, "`llama.expert_count` is not implemented; got 8"),
+    ({"llama.attention.new": 1}, "`llama.attention.new` is not a key that is understood"),
+    # One bit of a name: the reader would take a default.
+    ({"llama.rope.freq_base": None, "llama.rope.freq_bare": 5e4}, "`llama.rope.freq_bare` is not"),
+    ({"llama.rope.freq_base": None, "mlama.rope.freq_base": 5e4}, "one bit from `llama.rope.freq"),
+    (
+      {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.cos_token_id": 1},
+      "`tokenizer.ggml.cos_token_id` differs by one bit",
+    ),
+    ({"tokenizer.ggml.scores": None}, "`tokenizer.ggml.scores` is missing, which"),
+    ({"tokenizer.ggml.scores": [0.0] * 9}, "scores` must have an entry for each of 97 tokens"),
+    ({"tokenizer.ggml.scores": ["x"] * 97}, "scores` must be a list of numbers; got"),
+    ({"tokenizer.ggml.token_type": [99] * 97}, "token_type` must hold 0 to 6"),
+    ({"tokenizer.ggml.tokens": 5}, "tokens` must be a list of texts; got 5"),
+    ({"tokenizer.ggml.model": "gpt2"}, "merges` is missing, which the tokenizer gpt2 needs"),
+    ({"tokenizer.ggml.eos_token_id": "2"}, "eos_token_id` must be an integer; got '2'"),
+  ],
+)
+def test_metadata_that_are_not_understood_are_refused(llama, tmp_path, more, problem):
+  path = changed(llama, tmp_path, **more)
+  with pytest.raises(ValueError, match=problem) as error:
+    checkpoints.load(path)
+  assert str(error.value).startswith(f"{path}: ")
+  assert "config.json" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "key", ["general.quantized_by", "someone.quantize_version", "llama.vocab_size", "split.count"]
+)
+def test_keys_that_change_nothing_are_let_through(llama, tmp_path, key):
+  checkpoints.decoder(changed(llama, tmp_path, **{key: 7}))
+
+
+def test_tensors_that_do_not_follow_each_other_are_refused(llama, tmp_path):
+  path = changed(llama, tmp_path)
+  content, first = path.read_bytes(), b"output_norm.weight"
+  at = content.index(first) + len(first) + 4 + 8 + 4  # rank, length and type
+  (offset,) = struct.unpack_from("<Q", content, at)
+  for wrong in (0, offset - 32, offset + 32, offset + 4, 2**64 - 32):
+    path.write_bytes(content[:at] + struct.pack("<Q", wrong) + content[at + 8 :])
+    with pytest.raises(ValueError, match=rf"'output_norm.weight' at {wrong:,}, not {offset:,}"):
+      checkpoints.load(path)
+
+
+def test_damaged_files_are_refused(llama, tmp_path):
+  path = changed(llama, tmp_path)
   content = path.read_bytes()
   for wrong in (content[:-5000], content[:500], content[:40], content[:4] + b"\xff" * 20):
     path.write_bytes(wrong)

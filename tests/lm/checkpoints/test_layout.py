@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from vqjax.lm.checkpoints.families import FAMILIES
-from vqjax.lm.checkpoints.layout import Layout
+from vqjax.lm.sources.families import FAMILIES
+from vqjax.lm.sources.layout import Layout
 
 
 def test_axes_are_split_and_permuted():

@@ -1,6 +1,7 @@
 """What is saved is loaded, onto meshes and with other layers; what is wrong is named."""
 
 import json
+import math
 import shutil
 
 import jax
@@ -10,11 +11,11 @@ import pytest
 import safetensors.numpy
 
 from tests.jitted import apply
-from tests.lm.checkpoints.families import CONFIGS, V, small
+from tests.lm.checkpoints.families import CONFIGS, YARN, V, small
 from vqjax import CodebookEmbedding, CodebookHead, DenseEmbedding, DenseHead, sharding
 from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints.families import decoder_of
 from vqjax.lm.models import RMSNorm
+from vqjax.lm.sources.families import decoder_of, described
 
 
 def assert_equal_trees(found, expected):
@@ -96,6 +97,22 @@ def test_a_dense_head_begins_with_the_rows_to_which_the_loaded_one_is_tied(tied)
   for layers in ({"head": DenseHead(V, 32)}, {"embedding": CodebookEmbedding(V, 32, 7)}):
     found = checkpoints.load(folder, **layers).variables["params"]
     np.testing.assert_array_equal(found["head"]["weight"], rows)
+
+
+def test_what_is_not_saved_leaves_nothing(tied, tmp_path):
+  _, model, variables = tied
+
+  class Broken:
+    bos, eos = None, ()
+
+    def save(self, folder):
+      raise ZeroDivisionError
+
+  (tmp_path / "empty").mkdir()
+  for name in ("new", "empty"):
+    with pytest.raises(ZeroDivisionError):
+      checkpoints.save(tmp_path / name, model, variables, Broken())
+  assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["empty"]
 
 
 def test_a_decoder_of_another_class_of_layers_is_not_saved(tied, tmp_path):
@@ -205,17 +222,40 @@ def changed_config(folder, **changes):
   ("changes", "message"),
   [
     ({"model_type": "mamba"}, "`model_type` .* one of gpt2, llama, .*; got 'mamba'"),
-    ({"hidden_size": "absent"}, "config of a qwen3 must have hidden_size"),
+    ({"hidden_size": "absent"}, r"config.json: `hidden_size` is missing. Download config.json"),
     ({"hidden_size": 40}, r"must have shape \[.*40.*\], by the config; got \[.*32.*\]"),
     ({"num_hidden_layers": 4, "layer_types": "absent"}, "lacks layers.3"),
-    ({"num_attention_heads": 0, "head_dim": None}, "must have numbers for sizes"),
-    ({"hidden_size": "32", "head_dim": None}, "must have numbers for sizes"),
-    # Run-time types, where they are on, find it first.
-    ({"num_attention_heads": "4"}, "for sizes, above 0; got heads '4'|got one of another kind"),
-    ({"rms_norm_eps": None}, "got epsilon of norms None|got one of another kind"),
-    ({"rope_theta": "a"}, "`rope_theta` of the config must be a number above 0; got 'a'"),
-    ({"hidden_act": "swish2"}, "activation among gelu_new, .* got 'swish2'"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, "`rope_type` .* got 'longrope'"),
+    (
+      {"num_attention_heads": 0, "head_dim": None},
+      r"`num_attention_heads` must be in \[1, .*got 0",
+    ),
+    ({"hidden_size": "32", "head_dim": None}, "`hidden_size` must be an integer; got '32'"),
+    ({"rms_norm_eps": None}, "`rms_norm_eps` must be a number; got None"),
+    ({"rms_norm_eps": float("inf")}, "`rms_norm_eps` must be a number; got inf"),
+    ({"tie_word_embeddings": "x"}, "`tie_word_embeddings` must be true or false; got 'x'"),
+    ({"attention_bias": {}}, "`attention_bias` must be true or false; got {}"),
+    ({"rope_theta": "a"}, "`rope_theta` must be a number; got 'a'"),
+    ({"hidden_act": "swish2"}, "`hidden_act` must be 'gelu_new' or .* got 'swish2'"),
+    ({"rope_scaling": 5}, "`rope_scaling` must be a JSON object; got 5"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "`rope_scaling.rope_type` .* got 'longrope'"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, r"factor` must be in \[1, .*; got 0"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "`factor` is missing, .* linear"),
+    ({"rope_scaling": {"factor": 2.0}}, "`rope_type` is missing beside the `factor`"),
+    ({"rope_scaling": YARN | {"truncate": False}}, "`rope_scaling.truncate` must be true"),
+    ({"rope_scaling": YARN | {"mscal": 2.0}}, "`rope_scaling.mscal` .* perhaps for `mscale`"),
+    ({"layer_types": [None] * 3}, "`layer_types.0` must be 'full_attention' or"),
+    ({"layer_types": ["full_attention"]}, "`layer_types` must have an entry for each of 3 blocks"),
+    (
+      {"rms_norm_epr": 1e-3},
+      "`rms_norm_epr` is not a key .* perhaps for `rms_norm_eps`; got 0.001",
+    ),
+    ({"attention_multiplier": 2.0}, "`attention_multiplier` is not a key that is understood"),
+    # Sizes that the tensors cannot have: nothing of the size may be allocated or counted up to.
+    ({"num_hidden_layers": 2**31 - 1}, "`num_hidden_layers` must be at most 35, the number of ten"),
+    ({"head_dim": 2**31 - 2}, "`head_dim` must be at most 97, the longest axis"),
+    ({"vocab_size": 2**63}, r"`vocab_size` must be in \[1, 2,147,483,647\]"),
+    ({"hidden_size": 10**18}, r"`hidden_size` must be in \[1, 2,147,483,647\]"),
+    ({"num_key_value_heads": 3}, "`num_key_value_heads` must divide `num_attention_heads`"),
   ],
 )
 def test_configs_that_are_not_understood_are_refused(copied, changes, message):
@@ -273,3 +313,83 @@ def test_a_decoder_is_made_without_reading_weights(tied):
     ValueError, match=r"`model` must be the decoder of .*; got heads 2, which is 4"
   ):
     checkpoints.read_variables(tied[0], model.clone(heads=2))
+
+
+def test_a_folder_means_what_it_means_to_transformers(tied, copied):
+  """The single file, a head that differs from the table, and a head that is the table."""
+  file = copied / "model.safetensors"
+  plain = safetensors.numpy.load_file(file)
+  load = lambda: checkpoints.load(copied).variables["params"]
+  shard = copied / "model-00001-of-00001.safetensors"
+  index = copied / "model.safetensors.index.json"
+  index.write_text(json.dumps({"weight_map": dict.fromkeys(plain, shard.name)}))
+  with pytest.warns(UserWarning, match="is read, as by transformers"):
+    assert_equal_trees(load(), tied[2]["params"])
+  safetensors.numpy.save_file({name: 2 * x for name, x in plain.items()}, shard)
+  with pytest.warns(UserWarning, match="is read, as by transformers"):
+    assert_equal_trees(load(), tied[2]["params"])
+  file.unlink()
+  assert_equal_trees(load(), jax.tree.map(lambda x: 2 * x, tied[2]["params"]))
+  index.unlink()
+  shard.unlink()
+
+  table = plain["model.embed_tokens.weight"]
+  safetensors.numpy.save_file(plain | {"lm_head.weight": table}, file)
+  assert_equal_trees(load(), tied[2]["params"])
+  safetensors.numpy.save_file(plain | {"lm_head.weight": table + 1}, file)
+  with pytest.warns(UserWarning, match="lm_head.weight differs from model.embed_tokens.weight"):
+    np.testing.assert_array_equal(load()["head"]["weight"], table + 1)
+  alone = {name: x for name, x in plain.items() if name != "model.embed_tokens.weight"}
+  safetensors.numpy.save_file(alone | {"lm_head.weight": table}, file)
+  assert_equal_trees(load(), tied[2]["params"])
+
+
+@pytest.mark.parametrize(
+  ("more", "magnitude"),
+  [
+    ({}, 0.1 * math.log(4) + 1),
+    ({"attention_factor": 1.5}, 1.5),
+    ({"mscale": 2.0, "mscale_all_dim": 1.0}, (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
+    ({"mscale": 2.0}, 0.1 * math.log(4) + 1),  # counts with the other alone
+    ({"mscale": 2.0, "mscale_all_dim": 0}, 0.1 * math.log(4) + 1),
+  ],
+)
+def test_the_magnitude_of_yarn_is_that_of_the_config(more, magnitude):
+  config = CONFIGS["qwen3"] | {"rope_scaling": YARN | more}
+  model = decoder_of(config)
+  np.testing.assert_allclose(model.rotary.scaling.magnitude, magnitude, rtol=1e-15)
+  # What is saved is read as the same decoder.
+  assert decoder_of(described(model)[1]) == model
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/x", "..", "", "a/b", 5, None])
+def test_an_index_names_files_of_its_folder_alone(copied, name):
+  (copied / "model.safetensors").rename(copied.parent / "secret.safetensors")
+  index = copied / "model.safetensors.index.json"
+  index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+  (copied / "other.safetensors").touch()  # the folder is one of weights
+  with pytest.raises(ValueError, match=r"index.json: `weight_map"):
+    checkpoints.load(copied)
+  index.write_text(json.dumps({"weight_map": []}))
+  with pytest.raises(ValueError, match=r"index.json: `weight_map` must be a JSON object; got"):
+    checkpoints.load(copied)
+
+
+@pytest.mark.parametrize(
+  ("old", "new"), [(b"F32", b"I32"), (b"[32]", b"[16]"), (b'"checksums":"', b'"checksums":"[')]
+)
+def test_a_header_that_was_changed_is_noticed(copied, old, new):
+  """A format and a shape for which the bytes are right, and checksums that are not JSON."""
+  file = copied / "model.safetensors"
+  content = file.read_bytes()
+  length = int.from_bytes(content[:8], "little")
+  header = content[8 : 8 + length].rstrip().replace(old, new)
+  file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+  with pytest.raises(ValueError, match=r"safetensors must be a whole|must have the checks|I32"):
+    checkpoints.load(copied)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "bool", "complex64", "float8_e4m3fn", "foo"])
+def test_a_format_that_would_cut_the_weights_is_refused(tied, dtype):
+  with pytest.raises(ValueError, match=f"`dtype` must be one of float32, .*; got .?{dtype}"):
+    checkpoints.load(tied[0], dtype=dtype)

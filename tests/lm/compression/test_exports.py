@@ -1,6 +1,7 @@
 """Other runtimes load what is exported, and compute with the numbers that were fitted."""
 
 import json
+import shutil
 import struct
 
 import jax.numpy as jnp
@@ -170,6 +171,19 @@ def test_impossible_exports_are_refused_and_leave_nothing(model_file, moments, t
     exports.export_gguf(model_file, tmp_path / "there", "Q4_0")
   assert (tmp_path / "there").read_text() == "kept"
   assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_a_link_that_leads_out_of_the_folder_is_not_copied(model_file, tmp_path):
+  folder = shutil.copytree(model_file.parent / "folder", tmp_path / "model")
+  (tmp_path / "private").write_text("key")
+  (folder / "notes.txt").symlink_to(tmp_path / "private")
+  with pytest.raises(ValueError, match=r"notes.txt must be a file of its folder; got a link to"):
+    exports.export_compressed_tensors(folder, tmp_path / "out", 8)
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "private"]
+  (folder / "notes.txt").unlink()
+  (folder / "notes.txt").symlink_to("config.json")
+  exports.export_compressed_tensors(folder, tmp_path / "out", 8)
+  assert not (tmp_path / "out" / "notes.txt").is_symlink()
 
 
 def test_a_table_with_nan_is_refused_and_leaves_nothing(model_file, tmp_path):

@@ -8,8 +8,9 @@ import pytest
 from tests.lm.checkpoints.families import small
 from vqjax.cli import main
 from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints.tokenizers import JsonTokenizer, from_pieces
 from vqjax.lm.compression import trimming
+from vqjax.lm.tokenizers import from_pieces, load_tokenizer
+from vqjax.lm.tokenizers.reading import JsonTokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 
@@ -110,7 +111,7 @@ def test_any_text_is_restored_from_few_tokens(kind, tmp_path):
   # Without spaces, which must be restored all the same.
   words = text().replace(" ", "")
   report = trimming.trim(tmp_path / "model", tmp_path / "out", keep, [words], scored=0)
-  written = checkpoints.load_tokenizer(tmp_path / "out")
+  written = load_tokenizer(tmp_path / "out")
   assert report.kept == keep
   assert report.coverage < 1 < report.tokens_after / report.tokens
   assert report.restored_after == report.lines > 5
@@ -147,16 +148,21 @@ def test_sentencepiece_models_are_trimmed(tmp_path):
   joins = ["th", "the", "at", "cat", "zz", "zzz", "\u2581the", "\u2581cat", "\u2581t", "\u2581th"]
   letters = ["\u2581", *map(chr, range(97, 123))]
   names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *joins, *letters]
-  types = [2, 3, 3, *[6] * 256, *[1] * (len(names) - 259)]
+  types = [2, 3, 3, *[6] * 256, *[1] * (len(names) - 259), 3, 4]
+  names += ["<turn>", "<tool>"]
   scores = [0.0] * 259 + [-float(n) for n in range(len(names) - 259)]
   options = {"bos": 1, "eos": [2], "add_space": True, "add_bos": True}
   tokenizer = from_pieces(names, scores, types, **options)
   saved(tokenizer, tmp_path / "model")
-  report = trimming.trim(tmp_path / "model", tmp_path / "out", 271, ["the cat\n" * 50], scored=0)
-  written = checkpoints.load_tokenizer(tmp_path / "out")
+  report = trimming.trim(
+    tmp_path / "model", tmp_path / "out", 273, ["<tool>the cat\n" * 50], scored=0
+  )
+  written = load_tokenizer(tmp_path / "out")
   ids = json.loads((tmp_path / "out" / "trimming.json").read_text())["ids"]
   assert report.coverage == 1
-  assert [ids[token] for token in written.encode("the cat")] == tokenizer.encode("the cat")
+  for line in ("the cat", "the cat<turn><tool>the</s>"):
+    assert [ids[token] for token in written.encode(line)] == tokenizer.encode(line)
+    assert written.decode(written.encode(line)) == tokenizer.decode(tokenizer.encode(line))
   assert not {names.index("zz"), names.index("zzz")} & set(ids)
   assert written.decode(written.encode("zzz ü")) == "zzz ü"
 

@@ -131,6 +131,49 @@ def test_tokens_are_drawn_among_the_allowed_ones_of_each_row():
   assert (result.tokens % 4 == np.arange(4)[:, None]).all()
 
 
+class Padded(Letters):
+  """Letters of which the first 61 rows of the table have one, and token 5 controls the model."""
+
+  vocab, eos = 61, (7,)
+
+  def encode(self, text, *, special=True):
+    """The token of each letter, and of "<end>"."""
+    return [5] if text == "<end>" else [5, 1] if text == "<end>!" else super().encode(text)
+
+  def decode(self, tokens):
+    """The letter of each token but 5."""
+    return super().decode([token for token in tokens if token != 5])
+
+  def piece(self, token):
+    """The letter of a token, and "" for padding."""
+    return "<end>" if token == 5 else super().decode([token]) if token < 61 else ""
+
+
+@pytest.mark.parametrize("allowed", [None, np.arange(V) % 4 == np.arange(4)[:, None]])
+def test_rows_of_a_padded_table_are_never_drawn(allowed):
+  model, variables = family("llama")
+  given = model, variables, PROMPTS, KEY, Sampling(temperature=9.0)
+  settings = {"max_tokens": 60, "stop": [], "allowed": allowed}
+  assert generate(*given, **settings).tokens.max() > 61
+  tokens = generate(*given, **settings, tokenizer=Padded()).tokens
+  assert tokens.max() == 60
+  if allowed is not None:
+    assert (tokens % 4 == np.arange(4)[:, None]).all()
+
+
+def test_a_stop_string_that_is_a_control_token_is_its_id():
+  model, variables = family("llama")
+  given = model, variables, PROMPTS[1:2], KEY, Sampling(temperature=9.0)
+  settings = {"max_tokens": 200, "tokenizer": Padded()}
+  free = generate(*given, **settings, stop=[])
+  length = free.tokens[0].tolist().index(5) + 1
+  stopped = generate(*given, **settings, stop=["<end>"])
+  assert stopped.lengths[0] == length
+  assert stopped.texts[0] == Padded().decode(free.tokens[0, :length])
+  with pytest.raises(ValueError, match=r"`stop` must .* occur in a text; got '<end>!'"):
+    generate(*given, **settings, stop=["<end>!"])
+
+
 BAD = {
   "no prompt": ({"prompts": []}, ["prompts", "[]"]),
   "a bare string": ({"prompts": "text"}, ["prompts", "'text'"]),

@@ -60,3 +60,14 @@ def test_what_was_held_back_comes_with_the_end():
   assert "".join(text.push(token) for token in b"so sto") == "so "
   assert text.finish() == "sto"
   assert text.text == "so sto"
+
+
+def test_a_stop_string_that_is_a_control_token_is_its_id():
+  names = {"encode": lambda _, text, special=True: [0] if text == "<end>" else list(text.encode())}
+  names |= {"decode": lambda _, tokens: bytes(t for t in tokens if t).decode("utf-8", "replace")}
+  names |= {"piece": lambda _, token: chr(token) if token else "<end>"}
+  text = TextStream(type("Control", (Bytes,), names)(), [], ["<end>", "<e"])
+  assert [text.push(token) for token in b"a<\0b"[:3]] == ["a", "", "<"]
+  assert text.stopped
+  assert text.text == "a<"
+  assert text.finish() == ""

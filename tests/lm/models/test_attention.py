@@ -7,11 +7,11 @@ import pytest
 
 from tests.jitted import apply, results
 from tests.lm.checkpoints.families import CONFIGS, V, small
-from vqjax.lm.checkpoints.families import decoder_of
 from vqjax.lm.models import Attention, Rotary
 from vqjax.lm.models import attention as attention_module
 from vqjax.lm.models.attention import attend
 from vqjax.lm.models.rotary import rotate
+from vqjax.lm.sources.families import decoder_of
 
 
 @pytest.mark.parametrize(("softcap", "window"), [(None, None), (None, 4), (0.7, None), (0.7, 4)])

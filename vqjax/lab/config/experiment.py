@@ -1,11 +1,14 @@
 """The experiment: the objects that a run consists of, loaded from a config file."""
 
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
 import math
 import pathlib
 import sys
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -182,7 +185,8 @@ def load_config(path: str | pathlib.Path) -> Experiment:
 
   Raises:
     FileNotFoundError: there is no such file; the message lists the configs of that folder.
-    ValueError: the file defines no `experiment` function, or that returns something else.
+    ValueError: the file defines no `experiment` function, or that returns something else; or an
+      error of the file, with the line that it is in.
   """
   path = pathlib.Path(path)
   if not path.is_file() or path.suffix != ".py":
@@ -205,15 +209,38 @@ def load_config(path: str | pathlib.Path) -> Experiment:
   # Dataclasses look up the module of their annotations here, while the file still executes.
   sys.modules[name] = module
   try:
-    spec.loader.exec_module(module)
+    with _errors_with_lines(path):
+      spec.loader.exec_module(module)
   except BaseException:
     del sys.modules[name]
     raise
   if not callable(getattr(module, "experiment", None)):
     raise ValueError(f"`config` must define a function experiment(); got none in {path}. Add it.")
-  made = module.experiment()
+  with _errors_with_lines(path):
+    made = module.experiment()
   if not isinstance(made, Experiment):
     raise ValueError(
       f"experiment() of {path} must return a config.Experiment; got {made!r}. Return one."
     )
   return made
+
+
+@contextlib.contextmanager
+def _errors_with_lines(path: pathlib.Path) -> Iterator[None]:
+  """Name the file and the line of an error in a config, or in a file that it imports."""
+  try:
+    yield
+  except MemoryError:
+    raise
+  except Exception as error:
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(frame.filename, frame.lineno) for frame in frames]
+    if isinstance(error, SyntaxError) and error.filename:
+      places = [(error.filename, error.lineno)]
+    own = [at for at in places if pathlib.Path(at[0]).is_relative_to(path.resolve().parent)]
+    file, line = (own or [(str(path), 1)])[-1]
+    text = str(getattr(error, "msg", None) or error).rstrip(".")
+    # What this library refuses says what to do; Python's own errors do not.
+    if "vqjax" not in pathlib.Path(places[-1][0]).parts or not isinstance(error, ValueError):
+      text = f"{type(error).__name__}: {text}. Correct this line"
+    raise ValueError(f"{file}, line {line}: {text}.") from error

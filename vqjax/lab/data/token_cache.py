@@ -14,7 +14,8 @@ from vqjax.lab.data.corpus_files import content_hash
 from vqjax.lab.data.source import Source
 from vqjax.lab.data.tokenizer_recipes import TokenizerRecipe
 from vqjax.lm import records
-from vqjax.lm.checkpoints import Tokenizer
+from vqjax.lm.tokenizers import Tokenizer
+from vqjax.outputs import atomic_file
 
 __all__ = ["TokenSplit", "encode_document", "encode_split", "fingerprint", "fit_tokenizer"]
 
@@ -70,8 +71,8 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 def encode_document(tokenizer: Tokenizer, document: str) -> np.ndarray:
   """Return the tokens of a document and the one that ends it, int64.
 
-  BOS comes first where the tokenizer has one; in a tokenizer without, the end of the document
-  before begins the next.
+  BOS comes first, unless it is the token that ends a document too: then the end of the document
+  before begins the next, and loaders put one before the first.
   """
   end = tokenizer.eos[0]
   return np.array([*tokenizer.encode(document, special=tokenizer.bos != end), end], np.int64)
@@ -144,7 +145,7 @@ def _write(path: Path, source: Source, tokenizer: Tokenizer, split: str) -> None
   header = {"descr": _dtype(tokenizer).str, "fortran_order": False}
   with contextlib.ExitStack() as stack:
     with _remedy(path):
-      file = stack.enter_context(records.atomic_file(path))
+      file = stack.enter_context(atomic_file(path))
       np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
     # Only writing is under the remedy: any other OSError is the source's.
     for document in source.documents(split):

@@ -15,9 +15,10 @@ import tokenizers
 
 from vqjax.lab.data.corpus_files import import_lab_extra
 from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints import Tokenizer, from_state
-from vqjax.lm.checkpoints.tokenizers import JsonTokenizer, PiecesTokenizer
 from vqjax.lm.texts import data_path, read_text
+from vqjax.lm.tokenizers import Tokenizer, from_state
+from vqjax.lm.tokenizers.byte_level import begin_with
+from vqjax.lm.tokenizers.reading import FILES, JsonTokenizer, PiecesTokenizer
 
 __all__ = [
   "BPETokenizer",
@@ -218,7 +219,8 @@ def _byte_level(bpe: tokenizers.models.BPE) -> tokenizers.Tokenizer:
 
 def _with_end(model: tokenizers.Tokenizer, end: str) -> Tokenizer:
   number = model.token_to_id(end)
-  return JsonTokenizer(model, number, [number], add_bos=True, spelt=True)
+  begin_with(model, end)
+  return JsonTokenizer(model, number, [number], spelt=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +308,7 @@ def _with_last_piece(content: bytes) -> Tokenizer:
       "`content` must have an end-of-sentence piece; got a model without one. Train it with eos_id"
       " set."
     )
-  return PiecesTokenizer(content, end, [end])
+  return PiecesTokenizer(content, end, [end], spelt=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,7 +325,7 @@ class CheckpointTokenizer(TokenizerRecipe):
     """Read the tokenizer."""
     del documents
     path = data_path(self.path, kind="tokenizer.path")
-    found = checkpoints.load_tokenizer(path)
+    found = tokenizers.load_tokenizer(path)
     if not found.eos:
       raise ValueError(
         "`tokenizer.path` must have a token that ends a text; got a tokenizer without one. Set"
@@ -336,8 +338,7 @@ class CheckpointTokenizer(TokenizerRecipe):
     """Return the files that hold the tokenizer."""
     path = data_path(self.path, kind="tokenizer.path")
     if path.is_dir():
-      names = "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "config.json"
-      files = [path / name for name in (*names, "generation_config.json")]
+      files = [path / name for name in FILES]
     else:
       files = [path, *path.parent.glob("tok*.bin")]
     return tuple(file for file in files if file.is_file())

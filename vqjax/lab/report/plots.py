@@ -19,6 +19,7 @@ from scipy.optimize import isotonic_regression
 from vqjax.lab.report import units
 from vqjax.lab.report.runs import Run, common_split, labels
 from vqjax.lm.pages import INK, SERIES, blank
+from vqjax.outputs import atomic_file
 
 __all__ = ["byte_axis", "label_points", "loss_curves", "save_png", "size_against_perplexity"]
 
@@ -104,7 +105,8 @@ def size_against_perplexity(runs: Sequence[Run]) -> Figure | None:
 
 def save_png(figure: Figure, path: str | os.PathLike) -> None:
   """Write a figure on a white ground, about 1500 pixels wide."""
-  figure.savefig(path, format="png", dpi=200, facecolor="white", bbox_inches="tight")
+  with atomic_file(path) as file:
+    figure.savefig(file, format="png", dpi=200, facecolor="white", bbox_inches="tight")
 
 
 def _styles():

@@ -10,8 +10,8 @@ from vqjax.lab.report.plots import loss_curves, size_against_perplexity
 from vqjax.lab.report.run_tables import cells
 from vqjax.lab.report.runs import Column, Run, common_split, default_columns, labels
 from vqjax.lab.report.units import MISSING
-from vqjax.lm import records
 from vqjax.lm.pages import document, element, html_table, plot
+from vqjax.outputs import write_text
 
 __all__ = ["write_run_page"]
 
@@ -68,7 +68,7 @@ def write_run_page(
     meanings=_entries((column.title, column.meaning) for column in columns),
     cards="\n".join(element("section", card, kind="card") for card in cards),
   )
-  records.write_text(path, document(title, body))
+  write_text(path, document(title, body))
 
 
 def _table(columns: Sequence[Column], runs: Sequence[Run]) -> str:

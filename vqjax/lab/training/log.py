@@ -14,6 +14,7 @@ from tensorboardX import SummaryWriter
 from vqjax.lab.training.distributed import is_main
 from vqjax.lab.training.run_folder import disk_errors, read_metrics
 from vqjax.lm import records
+from vqjax.outputs import write_text
 
 __all__ = []
 
@@ -94,7 +95,7 @@ def _keep_until(path: pathlib.Path, step: int, last: str | None) -> str:
       problem += f"; it is copied to {aside}"
     kept_rows = f"{len(rows)} rows until checkpoint {step} are intact and kept"
     warnings.warn(f"{problem}. {kept_rows}, and the run goes on", stacklevel=3)
-  records.write_text(path, "".join(f"{line}\n" for line in kept))
+  write_text(path, "".join(f"{line}\n" for line in kept))
   return last or ""
 
 

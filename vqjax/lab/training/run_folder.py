@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Iterator, Sized
 from typing import Any, Literal
 
+import jax
+
 from vqjax.lab.config import Experiment, config_hash, describe, difference, with_vocab
 from vqjax.lab.data import TokenSplit, encode_split, fingerprint, fit_tokenizer
 from vqjax.lab.data.source import SPLITS, Prepared
@@ -173,8 +175,15 @@ def load_text(experiment: Experiment) -> EncodedText:
     "tokenizer": tokenizer and fingerprint(tokenizer),
     "vocab": vocab,
     "tokens": sizes,
+    "generator": _generator(),
   }
   return EncodedText(resolved, splits, identity)
+
+
+def _generator() -> str:
+  """The random numbers that a key stands for, which two options of JAX choose."""
+  name = jax.config.jax_default_prng_impl
+  return name if jax.config.jax_threefry_partitionable else f"{name}, not partitionable"
 
 
 class RunFolder:
@@ -322,9 +331,11 @@ def _check_owner(path: pathlib.Path, mine: dict, theirs: dict) -> None:
     lines = "\n  ".join(difference(mine["config"], theirs["config"]))
     raise ValueError(f"{path} belongs to another config:\n  {lines}\n{remedy}")
   if theirs["data"] != mine["data"]:
-    lines = "\n  ".join(
-      f"{name}: {mine['data'].get(name)} now, {theirs['data'].get(name)} then"
-      for name in mine["data"]
-      if mine["data"][name] != theirs["data"].get(name)
-    )
-    raise ValueError(f"the text of {path} has changed since the run began:\n  {lines}\n{remedy}")
+    differing = [name for name in mine["data"] if mine["data"][name] != theirs["data"].get(name)]
+    now_then = lambda name: f"{name}: {mine['data'][name]} now, {theirs['data'].get(name)} then"
+    lines = "\n  ".join(map(now_then, differing))
+    what = "text"
+    if differing == ["generator"]:
+      what = "generator of random numbers"
+      remedy = f"Set jax_default_prng_impl and jax_threefry_partitionable as then. {remedy}"
+    raise ValueError(f"the {what} of {path} has changed since the run began:\n  {lines}\n{remedy}")

@@ -3,19 +3,15 @@
 from vqjax.lm.checkpoints.inspection import Inspection, inspect
 from vqjax.lm.checkpoints.loading import Loaded, decoder, load, read_variables, save
 from vqjax.lm.checkpoints.runtime import RUNTIMES, Runtime
-from vqjax.lm.checkpoints.tokenizers import Tokenizer, from_state, load_tokenizer
 
 __all__ = [
   "RUNTIMES",
   "Inspection",
   "Loaded",
   "Runtime",
-  "Tokenizer",
   "decoder",
-  "from_state",
   "inspect",
   "load",
-  "load_tokenizer",
   "read_variables",
   "save",
 ]

@@ -7,9 +7,8 @@ import dataclasses
 import math
 import pathlib
 
-from vqjax.lm.checkpoints.families import decoder_of
 from vqjax.lm.checkpoints.loading import variable_sources
-from vqjax.lm.checkpoints.readers import open_source
+from vqjax.lm.sources.readers import open_source
 
 __all__ = ["Inspection", "inspect"]
 
@@ -93,7 +92,7 @@ NAMES = {
 def inspect(path: str | pathlib.Path) -> Inspection:
   """The parts of a model; errors as of `load`, without reading the weights."""
   source = open_source(path)
-  model = decoder_of(source.config)
+  model = source.decoder()
   params: collections.Counter[str] = collections.Counter()
   formats: dict[str, collections.Counter[str]] = {}
   for names, part in variable_sources(source, model).items():

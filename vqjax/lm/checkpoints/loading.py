@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pathlib
-import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -21,28 +20,28 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from vqjax.convert.trained_variables import Variables
 from vqjax.embeddings import DenseEmbedding, Embedding
 from vqjax.heads import DenseHead, Head
-from vqjax.lm.checkpoints.families import Family, Rule, decoder_of, described, family_of
-from vqjax.lm.checkpoints.layout import Layout
-from vqjax.lm.checkpoints.readers import (
-  CHECKSUMS,
+from vqjax.lm.checkpoints.runtime import Runtime, runtime_of
+from vqjax.lm.models import Transformer
+from vqjax.lm.sources.families import Family, Rule, described, family_of
+from vqjax.lm.sources.layout import Layout
+from vqjax.lm.sources.readers import (
   ModelSource,
   Tensor,
   _some,
   open_source,
   verify_tensor,
 )
-from vqjax.lm.checkpoints.runtime import Runtime, runtime_of
-from vqjax.lm.checkpoints.tokenizers import (
+from vqjax.lm.tokenizers.reading import (
   JsonTokenizer,
   PiecesTokenizer,
   Tokenizer,
   check_size,
   find_tokenizer,
 )
-from vqjax.lm.models import Transformer
+from vqjax.outputs import new_output
 from vqjax.sharding import shardings
-from vqjax.tables.atomic_files import release, save_file
 from vqjax.tables.container import SEPARATOR
+from vqjax.tables.tensor_files import DTYPES, release, save_file
 from vqjax.types import Dtype
 
 __all__ = ["Loaded", "decoder", "load", "read_variables", "save"]
@@ -83,7 +82,7 @@ def decoder(
     embedding: another embedding; None: that to which `head` is tied, or else a dense one.
     fields: further fields of the decoder, such as `remat`.
   """
-  model = decoder_of(open_source(path).config, dtype)
+  model = open_source(path).decoder(dtype)
   return _with_layers(model, head, embedding).clone(**fields)
 
 
@@ -132,7 +131,7 @@ def load(
       file is damaged, the tokenizer has another size, or the tables cannot have the form.
   """
   source = open_source(path)
-  own = decoder_of(source.config, dtype)
+  own = source.decoder(dtype)
   if runtime is not None and (head or embedding):
     raise ValueError(
       "`runtime` must be None with a `head` or an `embedding`; got both. Give one of them."
@@ -172,7 +171,7 @@ def read_variables(
     ValueError: the body of `model` is not that of the file; further errors as of `load`.
   """
   source = open_source(path)
-  own = decoder_of(source.config, model.dtype)
+  own = source.decoder(model.dtype)
   if differing := [name for name in BODY if getattr(own, name) != getattr(model, name)]:
     shown = ", ".join(
       f"{name} {getattr(model, name)}, which is {getattr(own, name)} there" for name in differing
@@ -190,6 +189,10 @@ BODY = (
   *("window", "local", "embedding_scale"),
 )
 """Fields of a decoder that its body computes with."""
+
+
+INTEGERS = frozenset(name for name, dtype in DTYPES.items() if np.dtype(dtype).kind in "iub")
+"""Number formats that weights do not have."""
 
 
 class VariableSource(NamedTuple):
@@ -246,6 +249,11 @@ def variable_sources(
     shape = part.shape[1:] if path[0] == "blocks" else part.shape
     expected = part.rule.tensor_layout(source.kind).file_shape(shape)
     for name, tensor in part.tensors:
+      if tensor.format in INTEGERS:
+        raise ValueError(
+          f"{name} of {source.path} must have a format of floating-point numbers, or one of a GGUF;"
+          f" got {tensor.format}. Use the original weights."
+        )
       if tensor.shape != expected:
         raise ValueError(
           f"{name} of {source.path} must have shape {list(expected)}, by the config; got"
@@ -403,11 +411,10 @@ def save(
   *,
   dtype: Dtype | None = None,
   shard_bytes: int = 5 * 10**9,
-  compressed: Mapping[str, Mapping[str, np.ndarray]] | None = None,
-) -> dict[str, str]:
+) -> None:
   """Write a folder that Hugging Face transformers loads: config.json and safetensors.
 
-  With compressed tables only this library loads it.
+  It is whole or not there.
 
   Args:
     folder: a folder that does not exist or is empty.
@@ -416,19 +423,37 @@ def save(
     tokenizer: written as it was read.
     dtype: dtype of the written tensors; None: that of each variable.
     shard_bytes: largest size of a file, unless one tensor is larger.
-    compressed: what `table_file.encode` returned for "embedding" or "head", which is
-      written in place of the table.
-
-  Returns:
-    The name of the tensor of each compressed table.
 
   Raises:
     ValueError: no family computes the decoder, or the folder is not empty.
   """
-  family, config = described(model)
   folder = pathlib.Path(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(f"`folder` must be new or empty; got {folder}. Give another one.")
+  folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+  with new_output(folder, "folder", folder=True) as partial:
+    write_folder(partial, model, variables, tokenizer, dtype=dtype, shard_bytes=shard_bytes)
+
+
+def write_folder(
+  folder: pathlib.Path,
+  model: Transformer,
+  variables: Variables,
+  tokenizer: JsonTokenizer | PiecesTokenizer | None = None,
+  *,
+  dtype: Dtype | None = None,
+  shard_bytes: int = 5 * 10**9,
+  compressed: Mapping[str, Mapping[str, np.ndarray]] | None = None,
+) -> dict[str, str]:
+  """Write the files of `save` into a new folder, which the caller publishes.
+
+  With compressed tables only this library loads it: what `container.encode_table` returned for
+  "embedding" or "head" is written in place of the table.
+
+  Returns:
+    The name of the tensor of each compressed table.
+  """
+  family, config = described(model)
   shapes = traverse_util.flatten_dict(_abstract(model)["params"])
   params = traverse_util.flatten_dict(dict(variables)["params"])
   if wrong := [p for p, s in shapes.items() if p not in params or params[p].shape != s.shape]:
@@ -441,7 +466,7 @@ def save(
     raise ValueError(
       f"`dtype` must be one of {', '.join(SAVED_DTYPES)}; got {kind.name}. Cast the variables."
     )
-  folder.mkdir(parents=True, exist_ok=True)
+  folder.mkdir()
   files = ShardedFiles(folder, shard_bytes)
   tensors = {}
   for rule in family.rules:
@@ -487,10 +512,8 @@ class ShardedFiles:
     self._tensors[name] = tensor
 
   def _write(self) -> None:
-    checksums = {n: zlib.crc32(t.reshape(-1).view(np.uint8)) for n, t in self._tensors.items()}
     path = self._folder / f"part-{len(self._written)}"
-    metadata = {"format": "pt", CHECKSUMS: json.dumps(checksums)}
-    save_file(self._tensors, path, metadata)
+    save_file(self._tensors, path, {"format": "pt"})
     self._written.append((path, list(self._tensors)))
     self._bytes += sum(tensor.nbytes for tensor in self._tensors.values())
     self._tensors = {}

@@ -23,8 +23,8 @@ from vqjax.embeddings import Embedding, Int8Embedding
 from vqjax.embeddings.base import Arrays
 from vqjax.embeddings.int8 import int8_levels
 from vqjax.heads import Head, PackedHead
-from vqjax.lm.checkpoints.readers import Tensor
 from vqjax.lm.models import Transformer
+from vqjax.lm.sources.readers import Tensor
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.tables import container
 from vqjax.types import Dtype

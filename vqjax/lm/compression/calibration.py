@@ -16,6 +16,7 @@ from jaxtyping import Int
 
 from vqjax.convert.trained_variables import Variables
 from vqjax.lm.models import Transformer
+from vqjax.outputs import atomic_file
 from vqjax.tables.moments import Moments
 
 __all__ = ["SEED", "collect"]
@@ -119,9 +120,8 @@ def _number(value):
 
 
 def _keep(path, sums):
-  partial = path.with_name(path.name + ".partial.npz")
-  np.savez(partial, **dataclasses.asdict(sums))
-  partial.replace(path)
+  with atomic_file(path) as file:
+    np.savez(file, **dataclasses.asdict(sums))
 
 
 @functools.partial(jax.jit, static_argnames="model")

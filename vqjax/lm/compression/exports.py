@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +15,9 @@ import numpy as np
 from jaxtyping import Int, Int32, Num
 
 from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints.families import decoder_of, family_of
 from vqjax.lm.checkpoints.loading import ShardedFiles, variable_sources
-from vqjax.lm.checkpoints.readers import (
+from vqjax.lm.sources.families import family_of
+from vqjax.lm.sources.readers import (
   ModelSource,
   Tensor,
   check_not_compressed,
@@ -27,7 +26,7 @@ from vqjax.lm.checkpoints.readers import (
   open_source,
   verify_tensor,
 )
-from vqjax.tables.atomic_files import check_output, whole
+from vqjax.outputs import check_output, copied_file, copy_file, new_output
 from vqjax.tables.gguf_types import block_type, encode_blocks
 from vqjax.tables.grids import LevelGrid, fit_grid
 from vqjax.tables.moments import Moments
@@ -42,7 +41,7 @@ class _Tables:
   """The vocabulary tables of a model: their tensors, and the metric of each."""
 
   def __init__(self, source: ModelSource, moments: Moments | None):
-    model = decoder_of(source.config)
+    model = source.decoder()
     found = variable_sources(source, model)
     self.is_tied = model.head.embedding is not None
     self.tensors: dict[str, Tensor] = {}
@@ -91,7 +90,7 @@ def export_gguf(
       moments are those of another model.
     FileExistsError: `out` exists.
   """
-  check_output(out)
+  check_output(out, folder=False)
   source = gguf_source(path, kind, head_kind)
   tables = _Tables(source, moments)
   kinds = dict.fromkeys(tables.tensors, kind)
@@ -102,7 +101,7 @@ def export_gguf(
     of = block_type(kinds[name], tensor.shape[1])
     sizes[name] = tensor.shape[0] * (tensor.shape[1] // of.block * of.bytes)
   numbers, header = import_checkpoints_extra("gguf").GGMLQuantizationType, gguf_header(source.path)
-  with whole(out) as partial, open(partial, "xb") as file:
+  with new_output(out, folder=False) as partial, open(partial, "xb") as file:
     file.write(header.data[: header.begin])
     offset = 0
     for name, entry in header.entries.items():
@@ -136,7 +135,7 @@ def gguf_source(path: str | pathlib.Path, kind: str, head_kind: str | None = Non
       remedy = "Export int8 or int4 instead."
     raise ValueError(f"`path` must be a GGUF; got {path}, which is {source.kind}. {remedy}")
   for name in {kind, head_kind or kind}:
-    block_type(name, decoder_of(source.config).dim)
+    block_type(name, source.decoder().dim)
   return source
 
 
@@ -186,7 +185,7 @@ def export_compressed_tensors(
     ValueError: bits or group do not suit the table, or the moments are those of another model.
     FileExistsError: `out` exists.
   """
-  check_output(out)
+  check_output(out, folder=True)
   source, width = integer_source(path, bits, group)
   with contextlib.ExitStack() as stack:
     if source.kind != "safetensors":
@@ -211,15 +210,17 @@ def integer_source(
     raise ValueError(f"`bits` must be 8 or 4; got {bits}. Others are not written.")
   source = open_source(path)
   check_not_compressed(source)
-  dim = decoder_of(source.config).dim
+  for file in _further_files(source):
+    copied_file(file)
+  if source.config.get("quantization_config"):
+    raise ValueError(f"`path` must not be quantised already; got {path}. Give the original model.")
+  dim = source.decoder().dim
   width = (dim if bits == 8 else 32) if group is None else group
   if width < 1 or dim % width or (dim * bits) % 32:
     raise ValueError(
       f"`group` must divide the width of the table, {dim}, whose rows must fill words of 32 bits;"
       f" got {width} with {bits} bits. Give a divisor such as 32."
     )
-  if source.config.get("quantization_config"):
-    raise ValueError(f"`path` must not be quantised already; got {path}. Give the original model.")
   return source, (width, dim)
 
 
@@ -240,11 +241,18 @@ def _write_folder(
     sizes[name] = sum(array.nbytes for array in written.values())
     return {f"{stem}.{end}": array for end, array in written.items()}
 
-  with whole(out) as partial:
+  with new_output(out, folder=True) as partial:
     copy_folder(source, partial, replaced)
     config = dict(source.config) | {"quantization_config": _quantization(modules, bits, group, dim)}
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
   return sizes
+
+
+def _further_files(source: ModelSource) -> list[pathlib.Path]:
+  """The files of a folder that are copied with its weights."""
+  is_index = lambda file: file.name.endswith(".safetensors.index.json")
+  files = source.path.iterdir() if source.path.is_dir() else ()
+  return [f for f in files if f.is_file() and f.suffix not in WEIGHTS and not is_index(f)]
 
 
 def copy_folder(
@@ -260,10 +268,8 @@ def copy_folder(
     replaced: name and tensor -> the arrays in its place by their names; None: it is copied.
   """
   folder.mkdir()
-  for file in source.path.iterdir():
-    is_index = file.name.endswith(".safetensors.index.json")
-    if file.is_file() and file.suffix not in WEIGHTS and not is_index:
-      shutil.copy(file, folder / file.name)
+  for file in _further_files(source):
+    copy_file(file, folder / file.name)
   files = ShardedFiles(folder, 5 * 10**9)
   for name, tensor in source.tensors.items():
     verify_tensor(name, tensor, source.path)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vqjax.lm import checkpoints, records
-from vqjax.lm.checkpoints.readers import check_not_compressed
+from vqjax.lm.checkpoints.loading import write_folder
 from vqjax.lm.compression.calibration import SEED, collect
 from vqjax.lm.compression.exports import ROWS, copy_folder
 from vqjax.lm.compression.judging import (
@@ -33,9 +33,10 @@ from vqjax.lm.compression.judging import (
 )
 from vqjax.lm.compression.search import CLOSE_SIZE, COMPRESSIONS, Compression, Point, Tables, search
 from vqjax.lm.jobs import ProgressBars, check_free, open_work, work_of
+from vqjax.lm.sources.readers import check_not_compressed
 from vqjax.lm.texts import WINDOW, check_tokens, check_window, counts_of, encode_texts, text_windows
+from vqjax.outputs import check_output, copied_file, new_output, publish, write_text
 from vqjax.tables import Moments, container, gguf_types
-from vqjax.tables.atomic_files import check_output, publish, whole
 from vqjax.tables.coded import SMOOTHING
 from vqjax.tables.grids import check_rows
 from vqjax.tables.moments import SHRINKAGE
@@ -221,9 +222,11 @@ def check_paths(job: CompressionJob) -> None:
     ValueError: the model is compressed already, or a bound, window or number is impossible.
     OSError: something is where the folder shall be, a file does not exist, or the disk has no room.
   """
+  check_output(job.out, "--out", folder=True)
   if job.model.is_dir() or job.model.suffix == ".safetensors":
     check_not_compressed(checkpoints.readers.open_source(job.model))
-  check_output(job.out, "--out")
+  if (beside := job.model / "tokenizer_config.json").is_file():
+    copied_file(beside)
   if (job.kl is None) == (job.size is None):
     raise ValueError("give either `--kl` or `--bytes`, and not both.")
   if job.kl is not None and not 0 < job.kl < math.inf:
@@ -289,9 +292,7 @@ def _moments(job, work, model, variables, calibration, counts, bars):
     cache=work / "sums.npz",
     progress=bars("calibration"),
   )
-  partial = work / "moments.partial"
-  moments.save(partial)
-  partial.replace(kept)
+  moments.save(kept)
   return moments
 
 
@@ -333,7 +334,7 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
       that is not finite; the size cannot be reached; moments are those of another table.
   """
   begin = time.monotonic()
-  check_output(job.out, "--out")
+  check_output(job.out, "--out", folder=True)
   source = checkpoints.readers.open_source(job.model)
   check_not_compressed(source)
   if source.kind != "safetensors":
@@ -395,7 +396,7 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
     },
   }
   check_free(folder, others + sum(sizes.values()))
-  with whole(job.out, "--out") as partial:
+  with new_output(job.out, "--out", folder=True) as partial:
     try:
       copy_folder(source, partial, lambda n, t: replaced(n, t) if n in coded else None)
     except Exception as error:  # safetensors has an error of its own for a failed write
@@ -419,7 +420,7 @@ def _write(job, work, loaded, coded, result):
   check_free(work, result["bytes"] + sum(x.nbytes for x in body))
   folder = work / "model"
   try:
-    tensors = checkpoints.save(folder, model, variables, tokenizer, compressed=coded)
+    tensors = write_folder(folder, model, variables, tokenizer, compressed=coded)
   except Exception as error:  # safetensors has an error of its own for a failed write
     raise records.disk_error(error, folder) from error
   tables = {n: {"tensor": tensors[n]} | result["tables"][n] for n in coded}
@@ -428,7 +429,7 @@ def _write(job, work, loaded, coded, result):
   manifest["report"] = {n: v for n, v in result.items() if n not in ("tables", "hardest")}
   records.write(folder / container.MANIFEST, manifest)
   sizes = {f.name: f.stat().st_size for f in sorted(folder.iterdir())}
-  records.write_text(folder / "report.md", _report(job, result, sizes))
+  write_text(folder / "report.md", _report(job, result, sizes))
   publish(folder, job.out)
   shutil.rmtree(work, ignore_errors=True)
 

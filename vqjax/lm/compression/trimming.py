@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,19 +14,19 @@ import numpy as np
 from flax import traverse_util
 from jaxtyping import Int
 
-from vqjax.lm import checkpoints
-from vqjax.lm.checkpoints.families import decoder_of
-from vqjax.lm.checkpoints.readers import (
+from vqjax.lm import checkpoints, tokenizers
+from vqjax.lm.checkpoints.loading import write_folder
+from vqjax.lm.generation import score
+from vqjax.lm.models import Transformer
+from vqjax.lm.sources.readers import (
   check_not_compressed,
   import_checkpoints_extra,
   open_source,
   read_json,
 )
-from vqjax.lm.checkpoints.tokenizers import JsonTokenizer, PiecesTokenizer, Tokenizer
-from vqjax.lm.generation import score
-from vqjax.lm.models import Transformer
 from vqjax.lm.texts import pieces
-from vqjax.tables.atomic_files import check_output, whole
+from vqjax.lm.tokenizers.reading import JsonTokenizer, PiecesTokenizer, Tokenizer
+from vqjax.outputs import check_output, copy_file, new_output
 from vqjax.types import Dtype
 
 __all__ = ["Trimmed", "trim"]
@@ -151,7 +150,8 @@ def kept_tokens(
   for token in np.argsort(-free, kind="stable").tolist():
     if len(kept) == keep:
       break
-    name = found.names[token]
+    # Rows of a padded table may follow the last token.
+    name = found.names[token] if token < len(found.names) else None
     if token in kept or name is None:
       continue
     needed = {number_of[part] for part in found.parts(name) if part in number_of} | {token}
@@ -207,6 +207,12 @@ def _of_pieces(tokenizer: PiecesTokenizer) -> Vocabulary:
       number_of.get(tokenizer.bos),
       [number_of[token] for token in tokenizer.eos],
       add_bos=tokenizer.add_bos,
+      added=[
+        dataclasses.replace(token, number=number_of[number])
+        for number, token in tokenizer.added.items()
+        if number in number_of
+      ],
+      spaced=tokenizer.spaced,
     )
 
   is_bpe = proto.trainer_spec.model_type == 2
@@ -281,7 +287,6 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
       library,
       new_of.get(tokenizer.bos),
       [new_of[token] for token in tokenizer.eos],
-      add_bos=tokenizer.add_bos,
       beside=tokenizer.beside,
     )
 
@@ -341,7 +346,7 @@ def trim(
     FileExistsError: `out` exists.
     ValueError: see `kept_tokens`; the tokenizer is of another kind, or `scored` is negative.
   """
-  check_output(out)
+  check_output(out, folder=True)
   if not any(text.strip() for text in texts):
     raise ValueError("`texts` must have text; got none. Give a text of the model's language.")
   if scored < 0:
@@ -349,8 +354,8 @@ def trim(
   # What may be refused comes before the weights are read.
   source = open_source(path)
   check_not_compressed(source)
-  tokenizer = checkpoints.load_tokenizer(path)
-  vocab = decoder_of(source.config).head.vocab
+  tokenizer = tokenizers.load_tokenizer(path)
+  vocab = source.decoder().head.vocab
   counted, held = zip(*(_split(text) for text in texts))
   counts = np.zeros(vocab, np.int64)
   for piece in pieces(counted, 100_000):
@@ -362,10 +367,10 @@ def trim(
   small, fewer = _without_rows(model, variables, ids)
   table = next((t for n, t in source.tensors.items() if n.endswith(TABLES)), None)
   written_dtype = {"F32": "float32", "F16": "float16"}.get(table and table.format, "bfloat16")
-  with whole(out) as partial:
-    checkpoints.save(partial, small, fewer, found.rebuilt(ids), dtype=written_dtype)
+  with new_output(out, folder=True) as partial:
+    write_folder(partial, small, fewer, found.rebuilt(ids), dtype=written_dtype)
     _renumber_files(source.path if source.path.is_dir() else source.path.parent, partial, ids)
-    written = checkpoints.load_tokenizer(partial)
+    written = tokenizers.load_tokenizer(partial)
     report = _measured(
       (model, variables, tokenizer), (small, fewer, written), found, ids, held, scored
     )
@@ -413,9 +418,10 @@ def _renumber_files(source: pathlib.Path, folder: pathlib.Path, ids: np.ndarray)
   number_of = {int(old): number for number, old in enumerate(ids)}
   for name in ("special_tokens_map.json", "chat_template.jinja"):
     if (source / name).is_file() and (folder / "tokenizer.json").is_file():
-      shutil.copy(source / name, folder / name)
+      copy_file(source / name, folder / name)
   config = folder / "tokenizer_config.json"
-  if config.is_file():
+  # Beside tokenizer.json it is the model's own; beside tokenizer.model it was written anew.
+  if config.is_file() and (folder / "tokenizer.json").is_file():
     read = read_json(config)
     if isinstance(added := read.get("added_tokens_decoder"), dict):
       known = {int(old): entry for old, entry in added.items() if int(old) in number_of}

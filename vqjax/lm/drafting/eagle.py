@@ -13,9 +13,8 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +22,9 @@ import numpy as np
 from flax import traverse_util
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from vqjax.heads import DenseHead, Head
+from vqjax.lm import records
 from vqjax.lm.generation.kv_cache import Ring, Variables
 from vqjax.lm.generation.sampling import Sampling
 from vqjax.lm.generation.speculation import (
@@ -34,6 +32,7 @@ from vqjax.lm.generation.speculation import (
   DrafterModules,
   DraftingProgram,
   State,
+  WrittenTimes,
   check_head,
   read_times,
   written_times,
@@ -41,6 +40,7 @@ from vqjax.lm.generation.speculation import (
 from vqjax.lm.lenses.tuned import check_mark, model_mark
 from vqjax.lm.models import Transformer
 from vqjax.lm.models.attention import attend
+from vqjax.tables.tensor_files import load_file, save_file
 
 __all__ = ["Eagle", "initial_params", "load_eagle", "save_eagle"]
 
@@ -360,6 +360,13 @@ def frequent_head(
   return head, {"params": {"weight": weight} | ({} if bias is None else {"bias": bias})}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Options(WrittenTimes):
+  """What the header of a file holds."""
+
+  length: Annotated[int, records.Range(1, 2**31 - 1)]
+
+
 def save_eagle(path: str | os.PathLike, eagle: Eagle, variables: Variables) -> None:
   """Write a drafter as safetensors, with a mark of the model that it is of.
 
@@ -379,9 +386,7 @@ def save_eagle(path: str | os.PathLike, eagle: Eagle, variables: Variables) -> N
   if eagle.tokens is not None:
     tensors["tokens"] = np.asarray(eagle.tokens, np.int32)
   options = {"length": int(eagle.length), **written_times(eagle)}
-  partial = pathlib.Path(f"{os.fspath(path)}.partial")
-  save_file(tensors, partial, {FORMAT: json.dumps(options)})
-  partial.replace(path)
+  save_file(tensors, path, {FORMAT: json.dumps(options)})
 
 
 def load_eagle(path: str | os.PathLike, model: Transformer, variables: Variables) -> Eagle:
@@ -391,12 +396,12 @@ def load_eagle(path: str | os.PathLike, model: Transformer, variables: Variables
     ValueError: the file is not a drafter, or that of another model.
   """
   try:
-    with safe_open(path, "np") as file:
-      tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-      options = json.loads((file.metadata() or {})[FORMAT])
+    tensors, metadata = load_file(path)
+    where, remedy = f"the header of {path}", "Train one again."
+    options = records.parse_json(metadata[FORMAT], _Options, where, remedy, seal=False)
     mark, tokens = tensors.pop("mark"), tensors.pop("tokens", None)
     options = {"length": options["length"], **read_times(options)}
-  except (SafetensorError, KeyError, TypeError, ValueError) as error:
+  except (ValueError, KeyError) as error:
     raise ValueError(
       f"`path` must be a drafter of `vqjax draft`; got {path}: {error}. Train one again."
     ) from error

@@ -20,12 +20,13 @@ from vqjax.lm.generation import GREEDY, UNFILTERED, Drafter, RoundTimes, TreeDra
 from vqjax.lm.generation.decoding import SMALLEST_BUCKET
 from vqjax.lm.generation.draft_trees import is_whole
 from vqjax.lm.generation.kv_cache import Variables, prefill, unstacked
-from vqjax.lm.jobs import ProgressBars, check_new_file, job_identity, open_work
+from vqjax.lm.jobs import ProgressBars, job_identity, open_work
 from vqjax.lm.lenses import fitting
 from vqjax.lm.lenses.tuned import model_mark
 from vqjax.lm.models import Transformer
 from vqjax.lm.texts import encode_text, text_windows
 from vqjax.ops.distillation import divergence_from_last
+from vqjax.outputs import check_output
 
 __all__ = ["EagleTraining", "drafter_of_rows", "spread_rows", "timed"]
 
@@ -47,7 +48,7 @@ def check_least(name: str, value: int | None, least: int) -> None:
 
 def check_drafter_file(out: pathlib.Path) -> None:
   """Raise ValueError unless `--out` is a new file that `vqjax generate` knows as a drafter's."""
-  check_new_file(out)
+  check_output(out, "--out", folder=False)
   if out.suffix != ".safetensors":
     raise ValueError(
       f"`--out` must end in .safetensors; got {out}. By its end `vqjax generate --draft` tells a"

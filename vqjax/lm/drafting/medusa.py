@@ -9,18 +9,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pathlib
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, ArrayLike, Float, Int
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from vqjax.heads import DenseHead, Head
+from vqjax.lm import records
 from vqjax.lm.drafting.eagle import Eagle, load_eagle
 from vqjax.lm.generation.draft_trees import DraftTree
 from vqjax.lm.generation.kv_cache import Variables
@@ -29,6 +27,7 @@ from vqjax.lm.generation.speculation import (
   Drafter,
   DrafterModules,
   State,
+  WrittenTimes,
   check_head,
   read_times,
   written_times,
@@ -36,6 +35,7 @@ from vqjax.lm.generation.speculation import (
 from vqjax.lm.generation.tree_drafting import TreeProgram, Typical
 from vqjax.lm.lenses.tuned import check_mark, model_mark
 from vqjax.lm.models import Transformer
+from vqjax.tables.tensor_files import load_file, open_file, save_file
 
 __all__ = [
   "Medusa",
@@ -228,6 +228,19 @@ FORMAT = "vqjax medusa"
 """The entry of a file's metadata that says what it is."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _DenseHead:
+  softcap: Annotated[float, records.Range(0, 1e30, above=True)] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts(WrittenTimes):
+  """What the header of a file holds."""
+
+  paths: list[list[Annotated[int, records.Range(0, 2**31 - 1)]]]
+  dense_head: _DenseHead | None = None
+
+
 def save_medusa(drafter: Medusa, path: str | os.PathLike, variables: Variables) -> None:
   """Write a drafter as safetensors, with a mark of the model that it is of.
 
@@ -242,11 +255,7 @@ def save_medusa(drafter: Medusa, path: str | os.PathLike, variables: Variables) 
   facts = {"paths": drafter.tree.paths, **written_times(drafter)}
   if type(head := drafter.head) is DenseHead and head.embedding is None and head.output is None:
     facts["dense_head"] = {"softcap": head.softcap}
-  # A single entry: safetensors writes several in any order, and equal drafters are equal files.
-  metadata = {FORMAT: json.dumps(facts)}
-  partial = pathlib.Path(f"{os.fspath(path)}.partial")
-  save_file(tensors | {"mark": model_mark(variables)}, partial, metadata)
-  partial.replace(path)
+  save_file(tensors | {"mark": model_mark(variables)}, path, {FORMAT: json.dumps(facts)})
 
 
 def load_medusa(
@@ -270,12 +279,12 @@ def load_medusa(
     ValueError: the file is not a drafter, or that of another model or head.
   """
   try:
-    with safe_open(path, "np") as file:
-      tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-      facts = json.loads(file.metadata()[FORMAT])
+    tensors, metadata = load_file(path)
+    where, remedy = f"the header of {path}", "Train the drafter again."
+    facts = records.parse_json(metadata[FORMAT], _Facts, where, remedy, seal=False)
     blocks = MedusaBlocks(*(jnp.asarray(tensors[name]) for name in MedusaBlocks._fields))
     mark, tree, times = tensors["mark"], DraftTree(facts["paths"]), read_times(facts)
-  except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+  except (ValueError, KeyError) as error:
     raise ValueError(
       f"`path` must be a file of `save_medusa`; got {path}: {error}. Train the drafter again."
     ) from error
@@ -311,8 +320,7 @@ def load_drafter(
     ValueError: the file is not a drafter, or that of another model.
   """
   try:
-    with safe_open(path, "np") as file:
-      is_medusa = FORMAT in (file.metadata() or {})
-  except SafetensorError:  # `load_eagle` explains
+    is_medusa = FORMAT in open_file(path)[1]
+  except ValueError:  # `load_eagle` explains
     is_medusa = False
   return (load_medusa if is_medusa else load_eagle)(path, model, variables)

@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.lm.checkpoints.tokenizers import Tokenizer
 from vqjax.lm.generation import speculation
 from vqjax.lm.generation.kv_cache import Ring, Variables, decode, prefill, unstacked
 from vqjax.lm.generation.sampling import UNFILTERED, Sampling, choose
 from vqjax.lm.generation.speculation import Drafter
-from vqjax.lm.generation.text_stream import TextStream
+from vqjax.lm.generation.text_stream import TextStream, stop_tokens
 from vqjax.lm.models import Transformer
+from vqjax.lm.tokenizers.reading import Tokenizer
 
 __all__ = ["Generated", "generate", "stream"]
 
@@ -91,8 +91,9 @@ def generate(
     sampling: the distribution of the tokens.
     max_tokens: largest number of tokens of a continuation.
     stop: tokens, and with a tokenizer strings, that end a continuation; None: those with which the
-      tokenizer ends a text.
-    tokenizer: encodes prompts and decodes continuations.
+      tokenizer ends a text. A string that is a control token, such as "<|im_end|>", is that token.
+    tokenizer: encodes prompts and decodes continuations. Rows of the table for which it has no
+      token are never drawn.
     allowed: marks the tokens that may be generated, [V] or [B, V]; None: all.
     log_probs: compute log-probabilities, which takes a second pass over the head where tokens are
       not the most likely ones.
@@ -291,16 +292,22 @@ class _Run:
       )
     if stop is None:
       stop = () if tokenizer is None else tuple(tokenizer.eos)
-    self.stop_strings = tuple(entry for entry in stop if isinstance(entry, str))
-    if self.stop_strings and (tokenizer is None or "" in self.stop_strings):
+    strings = tuple(entry for entry in stop if isinstance(entry, str))
+    if strings and (tokenizer is None or "" in strings):
       raise ValueError(
         "`stop` must have tokens, or strings that are not empty and a tokenizer to find them; got"
         f" {list(stop)} {'without a' if tokenizer is None else 'and a'} tokenizer. Give both, or no"
         " string."
       )
+    tokens = [entry for entry in stop if not isinstance(entry, str)]
+    named = {entry: stop_tokens(tokenizer, entry) for entry in strings}
+    self.stop_strings = tuple(entry for entry, (_, is_text) in named.items() if is_text)
+    tokens += [token for controls, _ in named.values() for token in controls]
     # No token is -2, which keeps the array from being empty.
-    self.stop = np.array([entry for entry in stop if not isinstance(entry, str)] or [-2], np.int32)
+    self.stop = np.array(tokens or [-2], np.int32)
     self.allowed = None if allowed is None else np.asarray(allowed)
+    if tokenizer is not None:
+      self.allowed = with_pieces(self.allowed, tokenizer, model.head.vocab)
     if self.allowed is not None and not self.allowed.any(axis=-1).all():
       row = "" if self.allowed.ndim == 1 else f" in row {int(self.allowed.any(-1).argmin())}"
       raise ValueError(
@@ -447,6 +454,23 @@ def encoded(
       )
     rows.append(row)
   return rows
+
+
+def with_pieces(
+  allowed: Bool[np.ndarray, "..."] | None, tokenizer: Tokenizer, vocab: int
+) -> Bool[np.ndarray, "..."] | None:
+  """`allowed` without the rows of a padded table, for which the tokenizer has no token."""
+  rest = range(min(tokenizer.pieces, vocab), vocab)
+  is_known = lambda token: token < tokenizer.vocab and bool(tokenizer.piece(token))
+  padding = [token for token in rest if not is_known(token) and token not in tokenizer.eos]
+  if not padding:
+    return allowed
+  if allowed is None:
+    allowed = np.ones(vocab, bool)
+  if allowed.shape[-1:] == (vocab,):  # another shape is refused where it is used
+    allowed = allowed.copy()
+    allowed[..., padding] = False
+  return allowed
 
 
 def padded(rows: list[list[int]], context: int) -> tuple[np.ndarray, np.ndarray]:

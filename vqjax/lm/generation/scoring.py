@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from vqjax.lm.checkpoints.tokenizers import Tokenizer
 from vqjax.lm.generation.decoding import Prompts, check_decoder, encoded, padded
 from vqjax.lm.generation.kv_cache import Variables
 from vqjax.lm.models import Transformer
+from vqjax.lm.tokenizers.reading import Tokenizer
 
 __all__ = ["score"]
 

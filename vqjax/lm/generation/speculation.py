@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from vqjax.lm.generation.draft_trees import check_count
 from vqjax.lm.generation.kv_cache import Ring, Variables, extend, prefill, unstacked
 from vqjax.lm.generation.sampling import Sampling, choose
 from vqjax.lm.models import Transformer
+from vqjax.lm.records import Range
 from vqjax.ops import sampling as ops
 from vqjax.ops.rejection import FilteredDistribution, verify
 from vqjax.ops.sampling import Blocks
@@ -519,6 +520,24 @@ class DraftingProgram:
       accepted=KEPT * state.accepted + mean(accepted_B),
       verified=KEPT * state.verified + mean(verified_B),
     )
+
+
+_Time = Annotated[float, Range(0, 1e9)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _WrittenDraws:
+  cost: _Time
+  overhead: _Time = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WrittenTimes:
+  """Schema of what `written_times` returns."""
+
+  cost: _Time
+  overhead: _Time = 0.0
+  drawn: _WrittenDraws | None = None
 
 
 def written_times(drafter: Drafter) -> dict[str, Any]:

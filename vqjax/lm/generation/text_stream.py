@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vqjax.lm.checkpoints.tokenizers import Tokenizer
+from vqjax.lm.tokenizers.reading import Tokenizer
 
 __all__ = ["TextStream"]
 
@@ -27,15 +27,25 @@ class TextStream:
 
   def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()):
     """Begin after a prompt, which is not part of the text."""
-    self._tokenizer, self._stop = tokenizer, tuple(stop)
-    self._tokens = list(prompt[-BEFORE:])
-    # Tokens from `_first` are decoded together; the text up to `_read` has been taken.
+    named = {entry: stop_tokens(tokenizer, entry) for entry in stop}
+    self._tokenizer = tokenizer
+    self._stop = tuple(entry for entry, (_, is_text) in named.items() if is_text)
+    self._ends = {token for controls, _ in named.values() for token in controls}
+    before = BEFORE
+    while before < len(prompt) and not tokenizer.decode(prompt[-before:]):
+      before *= 2
+    self._tokens = list(prompt[-before:])
+    # Tokens from `_first` are decoded together, which begin with some that have a text, because
+    # tokenizers drop the space before a first one; the text up to `_read` has been taken.
     self._first, self._read = 0, len(self._tokens)
     self._held = ""
     self.text, self.stopped = "", False
 
   def push(self, token: int) -> str:
     """The piece that a further token completes, often empty."""
+    if int(token) in self._ends:
+      rest, self.stopped = self.finish(), True
+      return rest
     self._tokens.append(int(token))
     text = self._decoded()
     return "" if text.endswith(BROKEN) else self._take(text)
@@ -54,7 +64,7 @@ class TextStream:
     return self._tokenizer.decode(self._tokens[self._first :])[len(before) :]
 
   def _take(self, text: str) -> str:
-    self._first, self._read = self._read, len(self._tokens)
+    self._first, self._read = self._read if text else self._first, len(self._tokens)
     text = self._held + text
     found = [at for at in map(text.find, self._stop) if at >= 0]
     if found:
@@ -64,6 +74,28 @@ class TextStream:
     self._held = "" if self.stopped else text[end:]
     self.text += text[:end]
     return text[:end]
+
+
+def stop_tokens(tokenizer: Tokenizer, stop: str) -> tuple[list[int], bool]:
+  """The control tokens that a stop string names, and whether it occurs as text too.
+
+  Raises:
+    ValueError: the string has a control token and more, so that no text has it.
+  """
+  encoded = tokenizer.encode(stop, special=False)
+  named = [token for token in (tokenizer.bos, *tokenizer.eos) if token is not None]
+  pieces = {token: tokenizer.piece(token) for token in (*encoded, *named)}
+  # Twice, since tokenizers drop the space before a first token.
+  is_control = lambda token: not tokenizer.decode([token, token])
+  controls = [t for t, piece in pieces.items() if piece and piece in stop and is_control(t)]
+  whole = [token for token in controls if pieces[token] == stop]
+  left_out = [token for token in controls if token in encoded]
+  if left_out and not whole:
+    raise ValueError(
+      f"`stop` must have strings that can occur in a text; got {stop!r}, of which texts leave"
+      f" {pieces[left_out[0]]!r} out. Give {pieces[left_out[0]]!r} alone."
+    )
+  return whole, not left_out
 
 
 def _overlap(text: str, stop: str) -> int:

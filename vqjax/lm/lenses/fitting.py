@@ -15,11 +15,12 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from vqjax.lm import records
-from vqjax.lm.jobs import ProgressBars, check_new_file, job_identity, open_work
+from vqjax.lm.jobs import ProgressBars, job_identity, open_work
 from vqjax.lm.lenses import Lens, least_squares_lens, lens_divergence, residual_streams, save_lens
 from vqjax.lm.lenses.tuned import model_mark
 from vqjax.lm.models import Transformer
 from vqjax.lm.texts import encode_text, text_windows
+from vqjax.outputs import atomic_file, check_output
 
 __all__ = ["LensJob", "fit_lens"]
 
@@ -64,7 +65,7 @@ class LensJob:
         )
     if not self.rate > 0:
       raise ValueError(f"`--rate` must be positive; got {self.rate}. 0.1 is usual.")
-    check_new_file(self.out)
+    check_output(self.out, "--out", folder=False)
 
 
 def fit_lens(job: LensJob, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
@@ -242,7 +243,7 @@ def descend(
       say(f"step {step + 1}: {loss:.4f} nats")
     if time.monotonic() - saved > EVERY:
       saved = time.monotonic()
-      with records.atomic_file(path) as out:
+      with atomic_file(path) as out:
         np.savez(out, *map(np.asarray, jax.tree.leaves(state)), step=step + 1)
   return state[0]
 

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from vqjax.lm import records
 from vqjax.lm.generation.text_stream import token_text, visible
 from vqjax.lm.lenses import Readings
 from vqjax.lm.pages import SERIES, blank, document, element, html_table, plot
+from vqjax.outputs import write_text
 
 __all__ = []
 
@@ -160,7 +160,7 @@ def write_reading_page(
     plot=plot(_plot(divergences, reading.blocks), "kl", "KL of every layer from the prediction"),
     sums=html_table(["blocks", *MEANS], sums, "", "Means over positions"),
   )
-  records.write_text(path, document(title, body, width="90rem"))
+  write_text(path, document(title, body, width="90rem"))
 
 
 def _cell(cell, strengths):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pathlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -19,13 +18,12 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
 from vqjax.lm.generation.decoding import check_decoder
 from vqjax.lm.generation.kv_cache import Variables
 from vqjax.lm.models import Transformer
 from vqjax.ops.distillation import Readings, divergence_from_last, readings
+from vqjax.tables.tensor_files import load_file, save_file
 
 __all__ = [
   "Lens",
@@ -246,9 +244,7 @@ def least_squares_lens(streams: Iterable[Float[np.ndarray, "S _ D"]], ridge: flo
 def save_lens(lens: Lens, path: str | os.PathLike, variables: Variables) -> None:
   """Write a lens as safetensors, with a mark of the model that it is of."""
   tensors = {name: np.ascontiguousarray(value) for name, value in lens._asdict().items()}
-  partial = pathlib.Path(f"{os.fspath(path)}.partial")
-  save_file(tensors | {"mark": model_mark(variables)}, partial, {"format": "vqjax lens"})
-  partial.replace(path)
+  save_file(tensors | {"mark": model_mark(variables)}, path, {"format": "vqjax lens"})
 
 
 def load_lens(path: str | os.PathLike, model: Transformer, variables: Variables) -> Lens:
@@ -258,10 +254,10 @@ def load_lens(path: str | os.PathLike, model: Transformer, variables: Variables)
     ValueError: the file is no lens, or that of another model.
   """
   try:
-    tensors = load_file(path)
+    tensors, _ = load_file(path)
     lens = Lens(*(jnp.asarray(tensors[name]) for name in Lens._fields))
     mark = tensors["mark"]
-  except (SafetensorError, KeyError) as error:
+  except (ValueError, KeyError) as error:
     raise ValueError(
       f"`path` must be a file of `save_lens`; got {path}: {error}. Fit a lens again."
     ) from error

@@ -57,6 +57,11 @@ class Llama3:
     return kept * frequency + (1 - kept) * frequency / self.factor
 
 
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+  """Factor of cosines and sines for a context that is so many times as long."""
+  return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Yarn:
   """A ramp over the frequencies' numbers, and larger scores. Source: Peng et al., YaRN, 2023.
@@ -66,17 +71,19 @@ class Yarn:
     context: positions that the model was trained with before its context was extended.
     fast: turns within `context` above which a frequency is kept.
     slow: turns within `context` below which a frequency is divided.
+    attention: factor of cosines and sines; None: that of the paper.
   """
 
   factor: float
   context: int
   fast: float = 32.0
   slow: float = 1.0
+  attention: float | None = None
 
   @property
   def magnitude(self) -> float:
     """Factor of cosines and sines, and so the square root of that of the scores."""
-    return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
+    return yarn_magnitude(self.factor) if self.attention is None else self.attention
 
   def __call__(self, frequency: np.ndarray, base: float) -> np.ndarray:
     """The scaled frequencies."""

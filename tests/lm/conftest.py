@@ -16,3 +16,12 @@ def gemma() -> pathlib.Path:
   if not path.is_file():
     pytest.skip(f"no {path}: `make gemma` fetches it")
   return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer_files() -> pathlib.Path:
+  """Folder of tokenizers of real models; tests that need it are skipped without it."""
+  path = CACHE / "tokenizers"
+  if not path.is_dir():
+    pytest.skip(f"no {path}: `make tokenizers` fetches it")
+  return path

@@ -1,6 +1,6 @@
 """The cost of the checksums: what opening and saving take with them and without.
 
-python -m tests.faults.cost
+python -m experiments.checksum_cost
 """
 
 import json

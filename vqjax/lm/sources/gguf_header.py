@@ -130,7 +130,8 @@ def read_header(path: pathlib.Path, sizes: dict[int, tuple[int, int]]) -> Header
       raise ValueError(f"the tensor {name!r} twice")
     lengths = np.frombuffer(reader.take(8 * rank), "<u8").tolist()
     infos[name] = tuple(reversed(lengths)), *reader.numbers("IQ")
-  start, entries = -(-reader.at // alignment) * alignment, {}
+  # Tensors follow each other, padded to the alignment, as llama.cpp demands: none overlap.
+  start, entries, next_offset = -(-reader.at // alignment) * alignment, {}, 0
   for name, (shape, kind, offset) in infos.items():
     if kind not in sizes:
       raise ValueError(f"the tensor {name!r} in an unknown block type, {kind}")
@@ -138,7 +139,13 @@ def read_header(path: pathlib.Path, sizes: dict[int, tuple[int, int]]) -> Header
     if not shape or shape[-1] % block:
       raise ValueError(f"the tensor {name!r} of shape {shape} in blocks of {block}")
     entry = Entry(shape, kind, start + offset, math.prod(shape) // block * size)
+    if offset != next_offset:
+      raise ValueError(f"the tensor {name!r} at {offset:,}, not {next_offset:,} behind the others")
+    next_offset += -(-entry.nbytes // alignment) * alignment
     if entry.first + entry.nbytes > len(data):
       raise ValueError(f"the tensor {name!r}, which ends behind the file")
     entries[name] = entry
+  # The last one has no other behind it that would show a wrong size.
+  if entries and len(data) - start >= next_offset + alignment:
+    raise ValueError(f"{len(data) - start - next_offset:,} bytes behind the tensors")
   return Header(data, metadata, entries, alignment, begin)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from numbers import Integral, Real
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,8 +16,11 @@ from flax import linen as nn
 
 from vqjax.embeddings import DenseEmbedding
 from vqjax.heads import DenseHead
-from vqjax.lm.checkpoints.layout import Layout
 from vqjax.lm.models import MLP, Attention, LayerNorm, RMSNorm, Rotary, Transformer, rotary
+from vqjax.lm.records import shown
+from vqjax.lm.sources import schema
+from vqjax.lm.sources.layout import Layout
+from vqjax.lm.sources.schema import Origin, read_config
 from vqjax.types import Dtype
 
 __all__ = ["decoder_of"]
@@ -62,7 +64,8 @@ class Family:
     model_type: the name of its config.
     architecture: the name of its class.
     rules: its tensors; those of variables that a decoder lacks do not apply.
-    decoder: config -> the decoder.
+    schema: what its config may hold.
+    decoder: config with all keys -> the decoder.
     config: decoder -> the config; of another architecture, the config of another decoder.
     prefix: what names in safetensors begin with, except for that of the head.
     ignored: beginnings or ends of names of tensors that are no parameters.
@@ -71,6 +74,7 @@ class Family:
   model_type: str
   architecture: str
   rules: tuple[Rule, ...]
+  schema: type
   decoder: Callable[[Mapping[str, Any], Dtype], Transformer]
   config: Callable[[Transformer], dict[str, Any]]
   prefix: str = "model."
@@ -207,15 +211,6 @@ ACTIVATIONS = {
 """Activations by their names in a config."""
 
 
-def _activation(name: str) -> Callable:
-  if name not in ACTIVATIONS:
-    raise ValueError(
-      f"the config must have an activation among {', '.join(ACTIVATIONS)}; got {name!r}. Others are"
-      " not implemented."
-    )
-  return ACTIVATIONS[name]
-
-
 def _decoder(
   config: Mapping[str, Any], dtype: Dtype, dim: int, *, softcap: float | None = None, **fields
 ) -> Transformer:
@@ -231,16 +226,8 @@ def _decoder(
 
 
 def _gpt2_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
-  config = {
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "n_inner": None,
-    "layer_norm_epsilon": 1e-5,
-    "activation_function": "gelu_new",
-    "tie_word_embeddings": True,
-  } | dict(config)
-  _refuse(config, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
   dim = config["n_embd"]
+  _check_divides(config, "n_head", "n_embd")
   inner = config["n_inner"]
   return _decoder(
     config,
@@ -250,10 +237,10 @@ def _gpt2_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
     heads=config["n_head"],
     context=config["n_positions"],
     norm=LayerNorm(config["layer_norm_epsilon"]),
-    attention=Attention(scale=None if config.get("scale_attn_weights", True) else 1.0),
+    attention=Attention(scale=None if config["scale_attn_weights"] else 1.0),
     mlp=MLP(
       width=None if inner == 4 * dim else inner,
-      activation=_activation(config["activation_function"]),
+      activation=ACTIVATIONS[config["activation_function"]],
     ),
   )
 
@@ -271,68 +258,54 @@ def _gpt2_config(model: Transformer) -> dict[str, Any]:
   }
 
 
-def _llama_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
-  config = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | dict(config)
-  return _rotary_decoder(config, dtype)
-
-
 def _qwen3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
-  config = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": 128} | dict(config)
-  layers = config["num_hidden_layers"]
   windows = {}
-  if config.get("use_sliding_window") and config.get("sliding_window"):
-    first = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types") or [
-      "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)
-    ]
+  if config["use_sliding_window"] and config["sliding_window"]:
+    first = config["max_window_layers"]
     windows = {
       "window": config["sliding_window"],
-      "local": tuple(kind == "sliding_attention" for kind in kinds),
+      "local": _local(config, lambda layer: layer >= first),
     }
   return _rotary_decoder(config, dtype, attention={"qk_norm": True}, **windows)
 
 
 def _gemma3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
-  config = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh",
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-  } | {key: value for key, value in config.items() if value is not None}
-  _refuse(config, use_bidirectional_attention=False)
-  layers, dim = config["num_hidden_layers"], config["hidden_size"]
-  every = config.get("sliding_window_pattern", 6)
-  kinds = config.get("layer_types") or [
-    "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)
-  ]
-  local_parameters = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+  every = config["sliding_window_pattern"]
+  local_parameters = (config["rope_parameters"] or {}).get("sliding_attention") or {}
   return _rotary_decoder(
-    config,
+    config | {"hidden_act": config["hidden_activation"]},
     dtype,
     attention={
       "scale": config["query_pre_attn_scalar"] ** -0.5,
-      "softcap": config.get("attn_logit_softcapping"),
+      "softcap": config["attn_logit_softcapping"],
       "qk_norm": True,
     },
-    softcap=config.get("final_logit_softcapping"),
+    softcap=config["final_logit_softcapping"],
     offset=1.0,
     post_norms=True,
-    embedding_scale=dim**0.5,
+    embedding_scale=config["hidden_size"] ** 0.5,
     window=config["sliding_window"],
-    local=tuple(kind == "sliding_attention" for kind in kinds),
+    local=_local(config, lambda layer: (layer + 1) % every != 0),
     local_rotary=_rotary({"rope_theta": config["rope_local_base_freq"]} | dict(local_parameters)),
   )
+
+
+def _local(config: Mapping[str, Any], otherwise: Callable[[int], bool]) -> tuple[bool, ...]:
+  """Whether each block attends to a window only."""
+  kinds, layers = config["layer_types"], config["num_hidden_layers"]
+  if kinds is None:
+    return tuple(map(otherwise, range(layers)))
+  if len(kinds) != layers:
+    raise ValueError(
+      f"`layer_types` must have an entry for each of {layers} blocks, `num_hidden_layers`; got"
+      f" {len(kinds)}"
+    )
+  return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def _check_divides(config: Mapping[str, Any], key: str, of: str) -> None:
+  if config[of] % config[key]:
+    raise ValueError(f"`{key}` must divide `{of}`; got {config[key]} and {config[of]}")
 
 
 def _rotary_decoder(
@@ -345,7 +318,17 @@ def _rotary_decoder(
 ) -> Transformer:
   """A decoder of the families after Llama."""
   dim, heads = config["hidden_size"], config["num_attention_heads"]
-  has_bias, parameters = config.get("attention_bias", False), config.get("rope_parameters") or {}
+  has_bias, parameters = config["attention_bias"], config["rope_parameters"] or {}
+  if config["head_dim"] is None:
+    _check_divides(config, "num_attention_heads", "hidden_size")
+  if config["num_key_value_heads"] is not None:
+    _check_divides(config, "num_key_value_heads", "num_attention_heads")
+  width = config["head_dim"] or dim // heads
+  if width % 2:
+    raise ValueError(
+      f"`head_dim` must be even, for pairs of coordinates are turned; got {width}, or `hidden_size`"
+      f" {dim} of {heads} heads"
+    )
   return _decoder(
     config,
     dtype,
@@ -355,60 +338,80 @@ def _rotary_decoder(
     context=config["max_position_embeddings"],
     norm=RMSNorm(config["rms_norm_eps"], offset),
     attention=Attention(
-      kv_heads=config.get("num_key_value_heads") or heads,
-      head_dim=config.get("head_dim") or dim // heads,
+      kv_heads=config["num_key_value_heads"] or heads,
+      head_dim=width,
       qkv_bias=has_bias,
       out_bias=has_bias,
       **attention or {},
     ),
     mlp=MLP(
       width=config["intermediate_size"],
-      activation=_activation(config.get("hidden_act", "silu")),
+      activation=ACTIVATIONS[config["hidden_act"]],
       gated=True,
-      use_bias=config.get("mlp_bias", False),
+      use_bias=config["mlp_bias"],
     ),
-    rotary=_rotary(config | dict(parameters.get("full_attention") or parameters)),
+    rotary=_rotary(config | dict(parameters.get("full_attention") or parameters), width),
     **fields,
   )
 
 
-def _rotary(config: Mapping[str, Any]) -> Rotary:
+def _rotary(config: Mapping[str, Any], width: int | None = None) -> Rotary:
   """Rotary embeddings of a config's `rope_theta` with its scaling, in old words or in new."""
-  base, scaling = config.get("rope_theta", 1e4), config.get("rope_scaling") or config
-  kind = scaling.get("rope_type", scaling.get("type", "default"))
-  if not _is_above_0(base, Real):
-    raise ValueError(
-      f"`rope_theta` of the config must be a number above 0; got {base!r}. Download config.json"
-      " again."
-    )
-  if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-    raise ValueError(
-      "`partial_rotary_factor` of the config must be 1; got"
-      f" {scaling['partial_rotary_factor']}. Heads that are turned in part are not implemented."
-    )
+  base = 1e4 if config.get("rope_theta") is None else config["rope_theta"]
+  scaling = config.get("rope_scaling") or config
+  get = lambda key, default=None: default if (x := scaling.get(key)) is None else x
+  kind = get("rope_type", get("type"))
+  if kind is None and get("factor") is not None:
+    raise ValueError("`rope_type` is missing beside the `factor` of a scaling")
+  kind = kind or "default"
+  needed = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+    "divisors": ("divisors",),
+  }.get(kind, ())
+  if absent := [key for key in needed if get(key) is None]:
+    raise ValueError(f"`{absent[0]}` is missing, which `rope_type` {kind} needs")
+  if kind != "yarn" and get("attention_factor") is not None:
+    raise ValueError(f"`attention_factor` must be left out with `rope_type` {kind}")
   make = {
     "default": lambda: None,
-    "linear": lambda: rotary.LinearScaling(scaling["factor"]),
-    "llama3": lambda: rotary.Llama3(
-      scaling["factor"],
-      scaling["low_freq_factor"],
-      scaling["high_freq_factor"],
-      scaling["original_max_position_embeddings"],
-    ),
+    "linear": lambda: rotary.LinearScaling(get("factor")),
+    "llama3": lambda: rotary.Llama3(*map(get, needed)),
     "yarn": lambda: rotary.Yarn(
-      scaling["factor"],
-      scaling.get("original_max_position_embeddings") or config["max_position_embeddings"],
-      scaling.get("beta_fast") or 32.0,
-      scaling.get("beta_slow") or 1.0,
+      get("factor"),
+      get("original_max_position_embeddings") or config["max_position_embeddings"],
+      get("beta_fast") or 32.0,
+      get("beta_slow") or 1.0,
+      _yarn_magnitude(get),
     ),
-    "divisors": lambda: rotary.Divisors(scaling["divisors"]),
+    "divisors": lambda: rotary.Divisors(tuple(map(float, get("divisors")))),
   }
-  if kind not in make or scaling.get("attention_factor") is not None:
+  made = make[kind]()
+  if isinstance(made, rotary.Llama3) and made.low >= made.high:
     raise ValueError(
-      f"`rope_type` of the config must be one of {', '.join(make)}, without attention_factor; got"
-      f" {kind!r}. Other scalings are not implemented."
+      f"`low_freq_factor` must be below `high_freq_factor`; got {made.low} and {made.high}"
     )
-  return Rotary(float(base), make[kind]())
+  if isinstance(made, rotary.Yarn) and made.slow > made.fast:
+    raise ValueError(f"`beta_slow` must not be above `beta_fast`; got {made.slow} and {made.fast}")
+  if isinstance(made, rotary.Divisors) and 2 * len(made.divisors) != width:
+    raise ValueError(
+      f"`divisors` must have a number for each half of `head_dim`, {width}; got"
+      f" {len(made.divisors)}"
+    )
+  return Rotary(float(base), made)
+
+
+def _yarn_magnitude(get: Callable[[str], float | None]) -> float | None:
+  """The factor of cosines and sines that a config asks for; None: that of the paper.
+
+  `mscale` and `mscale_all_dim` are DeepSeek's, and count only together.
+  """
+  both = get("mscale"), get("mscale_all_dim")
+  if get("attention_factor") is not None or not all(both):
+    return get("attention_factor")
+  over, under = (rotary.yarn_magnitude(get("factor"), mscale) for mscale in both)
+  return over / under
 
 
 def _rotary_config(turn: Rotary) -> dict[str, Any]:
@@ -432,6 +435,8 @@ def _rotary_config(turn: Rotary) -> dict[str, Any]:
       "beta_fast": scaling.fast,
       "beta_slow": scaling.slow,
     }
+    if scaling.attention is not None:
+      fields["attention_factor"] = scaling.attention
   # These words are read by all versions of transformers, `rope_parameters` by new ones only.
   return {"rope_theta": turn.base, "rope_scaling": fields}
 
@@ -490,14 +495,6 @@ def _name(activation: Callable, preferred: str) -> str:
   return next((name for name, known in ACTIVATIONS.items() if known is activation), "unknown")
 
 
-def _refuse(config: Mapping[str, Any], **required: Any) -> None:
-  for key, value in required.items():
-    if config.get(key, value) != value:
-      raise ValueError(
-        f"`{key}` of the config must be {value}; got {config[key]}. It is not implemented."
-      )
-
-
 FAMILIES = {
   family.model_type: family
   for family in (
@@ -505,6 +502,7 @@ FAMILIES = {
       "gpt2",
       "GPT2LMHeadModel",
       _gpt2_rules(),
+      schema.GPT2Config,
       _gpt2_decoder,
       _gpt2_config,
       prefix="transformer.",
@@ -514,13 +512,15 @@ FAMILIES = {
       "llama",
       "LlamaForCausalLM",
       _gated(interleaved=True, offset=0.0, post_norms=False),
-      _llama_decoder,
+      schema.LlamaConfig,
+      _rotary_decoder,
       _rotary_decoder_config,
     ),
     Family(
       "qwen3",
       "Qwen3ForCausalLM",
       _gated(interleaved=False, offset=0.0, post_norms=False),
+      schema.Qwen3Config,
       _qwen3_decoder,
       _qwen3_config,
     ),
@@ -528,6 +528,7 @@ FAMILIES = {
       "gemma3_text",
       "Gemma3ForCausalLM",
       _gated(interleaved=False, offset=1.0, post_norms=True),
+      schema.Gemma3Config,
       _gemma3_decoder,
       _gemma3_config,
     ),
@@ -536,55 +537,56 @@ FAMILIES = {
 """Families by the `model_type` of their config."""
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: Mapping[str, Any], origin: Origin | None = None) -> Family:
   """The family of a config; ValueError with the known ones for an unknown architecture."""
   kind = config.get("model_type")
-  if kind not in FAMILIES:
-    raise ValueError(
-      f"`model_type` of the config must be one of {', '.join(FAMILIES)}; got {kind!r}. Other"
-      " architectures are not implemented: add a Family to vqjax/lm/checkpoints/families.py."
-    )
+  if not isinstance(kind, str) or kind not in FAMILIES:
+    raise dataclasses.replace(
+      origin or Origin(),
+      remedy="Other architectures are not implemented: add a Family to"
+      " vqjax/lm/sources/families.py.",
+    ).error(f"`model_type` must be one of {', '.join(FAMILIES)}; got {shown(kind)}")
   return FAMILIES[kind]
 
 
-def decoder_of(config: Mapping[str, Any], dtype: Dtype = jnp.float32) -> Transformer:
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""Number formats that a decoder computes in."""
+
+
+def decoder_of(
+  config: Mapping[str, Any],
+  dtype: Dtype = jnp.float32,
+  origin: Origin | None = None,
+  shapes: Sequence[tuple[int, ...]] | None = None,
+) -> Transformer:
   """The decoder of a config.
 
+  Args:
+    config: the config, in the words of Hugging Face.
+    dtype: number format of the computation.
+    origin: where the config comes from, for messages.
+    shapes: those of the tensors beside it, with which its sizes are compared; None: unknown.
+
   Raises:
-    ValueError: the architecture is unknown, or the config lacks a number or contradicts itself.
+    ValueError: the architecture is unknown, the config lacks a key, has an unknown or impossible
+      one, or contradicts itself, or `dtype` is not one of `DTYPES`.
   """
-  family = family_of(config)
+  origin = origin or Origin()
+  family = family_of(config, origin)
   try:
-    model = family.decoder(config, jnp.dtype(dtype).type)
-  except KeyError as error:
+    name = jnp.dtype(dtype).name
+  except TypeError:
+    name = shown(dtype)
+  if name not in DTYPES:
+    known = ", ".join(DTYPES)
     raise ValueError(
-      f"the config of a {family.model_type} must have {error.args[0]}; it has none. Download"
-      " config.json again."
-    ) from None
-  except (TypeError, ZeroDivisionError) as error:
-    raise ValueError(
-      f"the config of a {family.model_type} must have numbers for sizes; got one of another kind"
-      f" ({error}). Download config.json again."
-    ) from None
-  attention = model.attention
-  sizes = {"vocab": model.head.vocab, "dim": model.dim, "layers": model.layers}
-  sizes |= {"heads": model.heads, "context": model.context, "inner width": model.mlp.width}
-  sizes |= {"key-value heads": attention.kv_heads, "head width": attention.head_dim}
-  sizes |= {"window": model.window}
-  wrong = {n: x for n, x in sizes.items() if x is not None and not _is_above_0(x, Integral)}
-  if not _is_above_0(model.norm.epsilon, Real):
-    wrong["epsilon of norms"] = model.norm.epsilon
-  if wrong:
-    raise ValueError(
-      f"the config of a {family.model_type} must have numbers for sizes, above 0; got"
-      f" {', '.join(f'{name} {value!r}' for name, value in wrong.items())}. Download config.json"
-      " again."
+      f"`dtype` must be one of {known}; got {name}. Quantise tables with vqjax compress."
     )
-  return model
-
-
-def _is_above_0(value: Any, kind: type) -> bool:
-  return isinstance(value, kind) and not isinstance(value, bool) and value > 0
+  full = read_config(family.schema, config, origin, shapes)
+  try:
+    return family.decoder(full, jnp.dtype(dtype).type)
+  except ValueError as error:
+    raise origin.error(str(error)) from None
 
 
 def described(model: Transformer) -> tuple[Family, dict[str, Any]]:
@@ -602,7 +604,7 @@ def described(model: Transformer) -> tuple[Family, dict[str, Any]]:
         "vocab_size": model.head.vocab,
         "tie_word_embeddings": tied,
       } | family.config(model)
-      found = family.decoder(config, jnp.float32)
+      found = decoder_of(config, jnp.float32)
     except (AttributeError, TypeError, ValueError):
       continue  # the decoder has other parts than those of this family
     if _fields(found) == _fields(model):

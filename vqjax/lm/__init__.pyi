@@ -1,0 +1,15 @@
+from . import checkpoints as checkpoints
+from . import compression as compression
+from . import drafting as drafting
+from . import generation as generation
+from . import lenses as lenses
+from . import models as models
+from . import tokenizers as tokenizers
+from .checkpoints import load as load
+from .checkpoints import save as save
+from .generation import Sampling as Sampling
+from .generation import TextStream as TextStream
+from .generation import generate as generate
+from .generation import score as score
+from .generation import stream as stream
+from .tokenizers import load_tokenizer as load_tokenizer

@@ -1,0 +1,11 @@
+"""Tokenizers that people have: those of model folders and of GGUF, llama2.c and other files."""
+
+from vqjax.lm.tokenizers.reading import (
+  Tokenizer,
+  check_size,
+  from_pieces,
+  from_state,
+  load_tokenizer,
+)
+
+__all__ = ["Tokenizer", "check_size", "from_pieces", "from_state", "load_tokenizer"]

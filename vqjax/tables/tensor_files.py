@@ -1,0 +1,183 @@
+"""Files of safetensors: one writer, and one reader, of all that this library keeps in them.
+
+Each tensor has a checksum in the header's metadata, of its bytes and of what the header says of it:
+its name, number format and shape. Files of other libraries have none.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import safetensors
+
+from vqjax import outputs
+
+__all__ = []
+
+DTYPES = {
+  "F64": np.float64,
+  "F32": np.float32,
+  "F16": np.float16,
+  "BF16": ml_dtypes.bfloat16,
+  "I64": np.int64,
+  "I32": np.int32,
+  "I16": np.int16,
+  "I8": np.int8,
+  "U64": np.uint64,
+  "U32": np.uint32,
+  "U16": np.uint16,
+  "U8": np.uint8,
+  "BOOL": np.bool_,
+}
+"""Number formats of safetensors that NumPy has."""
+
+CHECKSUMS = "checksums"
+"""Key of the checksums in the metadata of the files that are written here."""
+
+FORMATS = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+
+
+class StoredTensor(NamedTuple):
+  """A tensor of a file.
+
+  Attributes:
+    array: the numbers, a view of the mapped file.
+    format: the number format, such as "BF16".
+    named: CRC-32 of its name, format and shape.
+    checksum: CRC-32 that follows from `named` and its bytes; None: unknown.
+  """
+
+  array: np.ndarray
+  format: str
+  named: int
+  checksum: int | None
+
+
+def _named(name: str, array: np.ndarray) -> int:
+  return zlib.crc32(json.dumps([name, FORMATS[array.dtype], array.shape]).encode())
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+  return array.reshape(-1).view(np.uint8)
+
+
+def save_file(
+  tensors: Mapping[str, np.ndarray],
+  path: str | os.PathLike[str],
+  metadata: Mapping[str, str] | None = None,
+) -> None:
+  """Write a file of safetensors, whole or not at all; equal tensors make equal files.
+
+  Not by the library, whose files only their owner may read and whose metadata are in any order.
+  """
+  # The widest first, so that each is aligned; by name among them.
+  order = sorted(tensors, key=lambda name: (-np.asarray(tensors[name]).itemsize, name))
+  # Vectors of one number are made of scalars otherwise.
+  arrays = {n: np.ascontiguousarray(tensors[n]).reshape(np.shape(tensors[n])) for n in order}
+  checksums = {name: zlib.crc32(_bytes(x), _named(name, x)) for name, x in arrays.items()}
+  header = {"__metadata__": {**(metadata or {}), CHECKSUMS: json.dumps(checksums)}}
+  first = 0
+  for name, x in arrays.items():
+    offsets = [first, first := first + x.nbytes]
+    header[name] = {"dtype": FORMATS[x.dtype], "shape": x.shape, "data_offsets": offsets}
+  text = json.dumps(header, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)
+  with outputs.atomic_file(path) as file:
+    file.write(len(text).to_bytes(8, "little") + text)
+    for x in arrays.values():
+      file.write(_bytes(x))
+
+
+def open_file(path: str | os.PathLike[str]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+  """The tensors of a file of safetensors, which are read when they are used, and its metadata.
+
+  Raises:
+    ValueError: the file is truncated, or its header damaged, or it has a format that NumPy lacks.
+  """
+  path = os.fspath(path)
+  try:
+    # The library checks the header against the length of the file; its arrays would be copies.
+    with safetensors.safe_open(path, framework="numpy"):
+      pass
+    data = np.memmap(path, np.uint8, "r")
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    metadata = header.pop("__metadata__", None) or {}
+    text = metadata.pop(CHECKSUMS, None)
+    checksums = None if text is None else json.loads(text)
+    if checksums is not None and (
+      not isinstance(checksums, dict)
+      or checksums.keys() != header.keys()
+      or any(type(value) is not int for value in checksums.values())
+    ):
+      raise ValueError("checksums that are not those of its tensors")
+  except OSError:
+    raise
+  except Exception as error:  # the library raises nothing narrower
+    problem = ascii(str(error))[1:-1]  # it may quote the header
+    raise ValueError(
+      f"{path} must be a whole safetensors file; got {problem}. It is truncated or damaged: copy or"
+      " download it again."
+    ) from None
+  tensors = {}
+  for name, entry in header.items():
+    if entry["dtype"] not in DTYPES:
+      raise ValueError(
+        f"{name} of {path} must have one of the formats {', '.join(DTYPES)}; got {entry['dtype']}."
+        " Convert it."
+      )
+    first, last = entry["data_offsets"]
+    array = data[start + first : start + last].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    own = None if checksums is None else checksums[name]
+    tensors[name] = StoredTensor(array, entry["dtype"], _named(name, array), own)
+  return tensors, metadata
+
+
+def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+  """The tensors of a file and its metadata, with the checksums compared.
+
+  Raises:
+    ValueError: as `open_file`, or a checksum differs.
+  """
+  tensors, metadata = open_file(path)
+  for name, tensor in tensors.items():
+    verify(tensor.array, name, path, tensor.named, tensor.checksum)
+  return {name: tensor.array for name, tensor in tensors.items()}, metadata
+
+
+def verify(
+  array: np.ndarray, name: str, path: str | os.PathLike[str], named: int, checksum: int | None
+) -> None:
+  """Raise ValueError unless a tensor with a checksum has it."""
+  if checksum is not None and zlib.crc32(_bytes(array), named) != checksum:
+    raise ValueError(
+      f"{name} of {os.fspath(path)} must have the checksum that it was saved with; got another one."
+      " The file is damaged: copy it again."
+    )
+
+
+def release(array: np.ndarray) -> None:
+  """Give back the pages of a mapped file that a view shows; they are read again when needed.
+
+  They would count as memory of the process for as long as the file is mapped.
+  """
+  base = array
+  while isinstance(base, np.ndarray):
+    base = base.base
+  if not (isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and array.size):
+    return
+  # The pages of a map that may be written may be the only place of what was written.
+  with memoryview(base) as view:
+    is_read_only = view.readonly
+  if is_read_only:
+    first, last = np.lib.array_utils.byte_bounds(array)
+    origin = np.frombuffer(base, np.uint8).ctypes.data
+    start = (first - origin) // mmap.PAGESIZE * mmap.PAGESIZE
+    base.madvise(mmap.MADV_DONTNEED, start, last - origin - start)
