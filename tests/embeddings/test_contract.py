@@ -9,7 +9,7 @@ import pytest
 
 from tests import jitted
 from tests.embeddings.quantized import QUANTIZERS
-from tests.faults.test_properties import rows_of
+from tests.test_random_layers import rows_of
 from vqjax import (
   CodebookEmbedding,
   ComposedEmbedding,
