@@ -50,6 +50,8 @@ if os.environ.get("VQJAX_RUNTIME_TYPES"):
       "vqjax.assign",
       "vqjax.lm.models",
       "vqjax.lm.checkpoints",
+      "vqjax.lm.sources",
+      "vqjax.lm.tokenizers",
       "vqjax.lm.generation",
       "vqjax.lm.drafting",
       "vqjax.lm.lenses",

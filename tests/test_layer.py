@@ -13,6 +13,7 @@ import pytest
 from flax import linen as nn
 
 import vqjax
+from tests import jitted
 from tests.nnx.test_nnx import EMBEDDINGS, HEADS
 from vqjax import quantizers
 from vqjax.embeddings import DenseEmbedding
@@ -254,3 +255,12 @@ def test_a_pickled_model_stays_tied():
 def test_a_function_that_cannot_be_imported_is_refused_by_name():
   with pytest.raises((AttributeError, pickle.PicklingError), match=r"normal.<locals>.init"):
     pickle.dumps(DenseHead(13, 4, weight_init=nn.initializers.normal(0.02)))
+
+
+def test_integer_tables_that_were_averaged_are_named():
+  head = CodebookHead(41, 8, codes=7)
+  hidden = np.ones((2, 8), np.float32)
+  variables = jitted.init(head, jax.random.key(0), hidden)
+  mean = jax.tree.map(lambda x: np.float32(0.5) * x, variables)
+  with pytest.raises(ValueError, match=r"`assignment` of .* 'codes' must be integers.*'params'"):
+    head.apply(mean, hidden, np.array([1, 2]), method="log_prob")

@@ -22,7 +22,8 @@ def test_a_file_is_old_or_new_and_readable_as_others_are(tmp_path):
 
   def fail(open_output):
     with open_output(tmp_path / "text") as file:
-      pathlib.Path(getattr(file, "name", file)).write_bytes(b"n")
+      path = file if open_output is outputs.atomic_path else pathlib.Path(file.name)
+      path.write_bytes(b"n")
       raise ZeroDivisionError
 
   for open_output in (outputs.atomic_file, outputs.atomic_path):

@@ -107,6 +107,11 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
         f"`{name}` must have shape {shape}; got {jnp.shape(held.value)}. Give the layer the fields"
         " with which the variables were made."
       )
+    if jnp.issubdtype(dtype, jnp.integer) and not jnp.issubdtype(held.value.dtype, jnp.integer):
+      raise ValueError(
+        f"`{name}` of the collection {variable.collection!r} must be integers; got"
+        f" {held.value.dtype}. Average and cast the collection 'params' alone, and keep the others."
+      )
     return held
 
   def array(self, name: str) -> Array | None:

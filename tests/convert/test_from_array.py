@@ -269,3 +269,16 @@ def test_a_bias_of_another_length_in_a_file_is_refused(tmp_path):
   (tmp_path / "small.safetensors").write_bytes(whole.replace(b'"shape":[101]', b'"shape":[100]'))
   with pytest.raises(ValueError, match="bias"):
     compact_file.open_compact(tmp_path / "small.safetensors")
+
+
+def test_a_long_row_does_not_hide_the_errors_of_the_others():
+  table = np.random.default_rng(0).standard_normal((300, 16), np.float32)
+  table[7] *= 1e4
+  report = vqjax.compress(table, method=vqjax.Scalar(bits=3)).report
+  assert report.error < report.median_error / 10
+  assert report.median_error < report.worst_error
+  assert report.worst_row != 7
+  assert "an outlier" in str(report)
+  even = vqjax.compress(table[8:], method=vqjax.Scalar(bits=3)).report
+  assert even.median_error == pytest.approx(even.error, rel=0.2)
+  assert "an outlier" not in str(even)

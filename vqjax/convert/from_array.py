@@ -114,6 +114,10 @@ class Report:
     error: squared distance of the rows to the table over the table's squared length.
     weighted_error: the same measure of what was minimised: rows weighted by count + 1, products
       with the hidden states instead of rows. It is `error` without counts and hidden states.
+    median_error: the median of the same measure of each row alone: the mean may be that of a few
+      long rows.
+    worst_error: the largest of them.
+    worst_row: its row.
     seconds: duration of the compression.
   """
 
@@ -123,14 +127,21 @@ class Report:
   ratio: float
   error: float
   weighted_error: float
+  median_error: float
+  worst_error: float
+  worst_row: int
   seconds: float
 
   def __str__(self) -> str:
     """The report in one line."""
+    hidden = ""
+    if self.median_error > 10 * self.error:
+      hidden = "; an outlier among the rows, far longer than the others, makes the error look small"
     return (
       f"{self.bits_per_weight:.2f} bits a weight, {self.bytes:,} bytes (1/{self.ratio:.1f});"
-      f" relative squared error {self.error:.3g}, weighted {self.weighted_error:.3g};"
-      f" {self.seconds:.1f} s; {self.method}"
+      f" relative squared error {self.error:.3g}, weighted {self.weighted_error:.3g}, of a row"
+      f" {self.median_error:.3g} in the median and {self.worst_error:.3g} at most (row"
+      f" {self.worst_row}); {self.seconds:.1f} s; {self.method}{hidden}"
     )
 
 
@@ -204,14 +215,13 @@ def compress(
     method = _within(bytes, rows, 0 if bias is None else bias.nbytes)
   small = method(rows, key=jax.random.key(seed), weights=weights, second=second)
   small = dataclasses.replace(small, bias=bias)
-  error, weighted = _errors(small, rows, weights, moment)
+  errors = _errors(small, rows, weights, moment)
   report = Report(
     method=method,
     bits_per_weight=8 * small.nbytes / rows.size,
     bytes=small.nbytes,
     ratio=rows.nbytes / small.nbytes,
-    error=error,
-    weighted_error=weighted,
+    **errors,
     seconds=time.perf_counter() - started,
   )
   return dataclasses.replace(small, report=report)
@@ -311,10 +321,10 @@ def _within(fraction: float, rows: np.ndarray, bias_bytes: int) -> Product:
   return max(reached, key=lambda p: (p.subspaces * math.log2(p.codes), p.codes))
 
 
-def _errors(small, rows, weights, moment) -> tuple[float, float]:
-  """The relative squared error, plain and as it was minimised."""
+def _errors(small, rows, weights, moment) -> dict[str, float]:
+  """The relative squared errors of a `Report` by name."""
   vectors = jax.jit(CompactEmbedding.__call__)
-  sums = np.zeros((2, 2))
+  sums, of_rows = np.zeros((2, 2)), np.zeros(len(rows))
   for first in range(0, len(rows), BLOCK):
     block = np.asarray(rows[first : first + BLOCK], np.float64)
     # One shape for all blocks, so that one program is compiled.
@@ -324,5 +334,14 @@ def _errors(small, rows, weights, moment) -> tuple[float, float]:
     for column, x in enumerate((error, block)):
       sums[0, column] += (x**2).sum()
       sums[1, column] += own @ ((x if moment is None else x @ moment) * x).sum(axis=1)
+    length = (block**2).sum(axis=1)
+    # A row of zeros has no relative error.
+    of_rows[first : first + BLOCK] = (error**2).sum(axis=1) / np.where(length > 0, length, np.inf)
   plain, weighted = sums[:, 0] / np.where(sums[:, 1] > 0, sums[:, 1], 1)
-  return float(plain), float(weighted)
+  return {
+    "error": float(plain),
+    "weighted_error": float(weighted),
+    "median_error": float(np.median(of_rows)),
+    "worst_error": float(of_rows.max()),
+    "worst_row": int(of_rows.argmax()),
+  }

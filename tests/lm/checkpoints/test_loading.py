@@ -344,6 +344,12 @@ def test_a_folder_means_what_it_means_to_transformers(tied, copied):
   assert_equal_trees(load(), tied[2]["params"])
 
 
+def test_an_integer_stands_for_a_number():
+  config = CONFIGS["gemma3_text"] | {"final_logit_softcapping": 10**30}
+  assert decoder_of(config).head.softcap == 1e30
+  assert isinstance(decoder_of(config).head.softcap, float)
+
+
 @pytest.mark.parametrize(
   ("more", "magnitude"),
   [

@@ -359,7 +359,12 @@ def _rotary(config: Mapping[str, Any], width: int | None = None) -> Rotary:
   """Rotary embeddings of a config's `rope_theta` with its scaling, in old words or in new."""
   base = 1e4 if config.get("rope_theta") is None else config["rope_theta"]
   scaling = config.get("rope_scaling") or config
-  get = lambda key, default=None: default if (x := scaling.get(key)) is None else x
+
+  def get(key: str, default: Any = None) -> Any:
+    value = scaling.get(key)
+    is_number = type(value) is int and key != "original_max_position_embeddings"
+    return default if value is None else float(value) if is_number else value
+
   kind = get("rope_type", get("type"))
   if kind is None and get("factor") is not None:
     raise ValueError("`rope_type` is missing beside the `factor` of a scaling")

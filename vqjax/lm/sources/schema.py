@@ -243,7 +243,17 @@ def read_config(
     for field in dataclasses.fields(schema)
     if field.default is not dataclasses.MISSING
   }
-  return defaults | dict(config)
+  full = defaults | dict(config)
+  # JSON writes 30.0 as 30, and JAX takes no integers beyond 64 bits.
+  for name, hint in hints_of(schema).items():
+    if _is_number(hint) and type(full[name]) is int:
+      full[name] = float(full[name])
+  return full
+
+
+def _is_number(hint: Any) -> bool:
+  """Whether an annotation is a number that need not be an integer, perhaps with a range."""
+  return hint is float or any(map(_is_number, get_args(hint)))
 
 
 def _fields(schema: type) -> list[str]:
