@@ -316,9 +316,7 @@ class OneDeviceContract:
     assert all(x.shape == (0, 2) for x in best)
 
   @costly
-  def test_hidden_of_another_width_and_k_outside_the_vocabulary_are_refused(
-    self, head, variables, hidden
-  ):
+  def test_arguments_outside_their_range_are_refused(self, head, variables, hidden, tokens):
     call = lambda h, *args, method: jax.eval_shape(
       lambda v, h: head.apply(v, h, *args, method=method), variables, h
     )
@@ -327,6 +325,8 @@ class OneDeviceContract:
     for k in (0, 102):
       with pytest.raises(ValueError, match=rf"`?k`?.*{k}"):
         call(hidden, k, method="top_k")
+    with pytest.raises(ValueError, match=r"`temperature` must be positive .* got 0"):
+      call(hidden, tokens, 0, method="log_prob")
 
 
 class HeadContract(OneDeviceContract, ContractOnMeshes):

@@ -17,6 +17,9 @@ from tests.contract_on_meshes import Compiled, as_float64
 from tests.jitted import random_variables, results
 from vqjax.sharding import MeshShape, make_mesh
 
+SOME = {"allowed": np.arange(HeadContract.vocab) % 3 == 1}
+OPTIONS = {}, {"temperature": 0.5}, {"top_k": 7}, {"top_p": 0.6}, SOME
+
 
 class RepresentativeContract(HeadContract):
   """Claims about draws and about kinds of meshes, beyond those about every head."""
@@ -24,35 +27,25 @@ class RepresentativeContract(HeadContract):
   is_representative = True
 
   @costly
-  @pytest.mark.parametrize(
-    "options",
-    [
-      {},
-      {"temperature": 0.5},
-      {"top_k": 7},
-      {"top_p": 0.6},
-      {"allowed": np.arange(HeadContract.vocab) % 3 == 1},
-    ],
-    ids=lambda options: next(iter(options), "all"),
-  )
-  def test_samples_follow_the_distribution_that_the_options_leave(self, run, hidden, options):
-    self.check_draws(run, hidden[0, 0], **options)
+  def test_samples_follow_the_distribution_that_the_options_leave(self, run, hidden):
+    self.check_draws(run, hidden[0, 0], *OPTIONS)
 
-  def check_draws(self, run, row, **options):
+  def check_draws(self, run, row, *options):
     logits = self.reference_logits(run.head, as_float64(run.variables), np.asarray(row, np.float64))
-    expected = filtered(logits, **options)
     draws = 6_000
-    sample = lambda own, h: own.sample(h, jax.random.key(5), **options)
-    drawn = run(sample, np.broadcast_to(row, (draws, self.dim)))
-    counts = np.bincount(drawn, minlength=self.vocab)
-    # Where whole codes tie at the edge of a top-k, any of them may be cut: compare the masses.
-    assert counts[expected == 0].sum() == 0 or "top_k" in options
-    likely = expected * draws > 5
-    seen = np.append(counts[likely], draws - counts[likely].sum())
-    wanted = np.append(expected[likely], 1 - expected[likely].sum()) * draws
-    enough = wanted > 1e-6
-    p_value = scipy.stats.chisquare(seen[enough], wanted[enough], sum_check=False).pvalue
-    assert p_value > 1e-4
+    sample = lambda own, h: [own.sample(h, jax.random.key(5), **option) for option in options]
+    every = run(sample, np.broadcast_to(row, (draws, self.dim)))
+    for option, drawn in zip(options, every, strict=True):
+      expected = filtered(logits, **option)
+      counts = np.bincount(drawn, minlength=self.vocab)
+      # Where whole codes tie at the edge of a top-k, any may be cut: compare the masses.
+      assert counts[expected == 0].sum() == 0 or "top_k" in option
+      likely = expected * draws > 5
+      seen = np.append(counts[likely], draws - counts[likely].sum())
+      wanted = np.append(expected[likely], 1 - expected[likely].sum()) * draws
+      enough = wanted > 1e-6
+      p_value = scipy.stats.chisquare(seen[enough], wanted[enough], sum_check=False).pvalue
+      assert p_value > 1e-4, option
 
   @costly
   def test_a_row_with_nothing_allowed_draws_minus_one(self, run, hidden):
@@ -67,11 +60,9 @@ class RepresentativeContract(HeadContract):
   def test_draws_on_a_mesh_follow_the_distribution(self, mesh_case, first_mesh_case):
     run = Compiled(self.spread(mesh_case, self.vocab, self.dim))
     row = np.random.default_rng(2).standard_normal(self.dim, np.float32)
-    some = {"allowed": np.arange(self.vocab) % 3 == 1}
-    options = [{}, {"temperature": 0.5, "top_k": 7}, {"top_p": 0.9} | some]
+    options = {}, {"temperature": 0.5, "top_k": 7}, {"top_p": 0.9} | SOME
     with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
-      for option in options if mesh_case == first_mesh_case else options[:1]:
-        self.check_draws(run, row, **option)
+      self.check_draws(run, row, *(options if mesh_case == first_mesh_case else options[:1]))
 
   @pytest.mark.slow
   def test_a_mesh_of_one_axis_and_a_vocabulary_that_divides_change_nothing(self, first_mesh_case):

@@ -122,8 +122,7 @@ class ContractOnMeshes:
       return jax.device_get(found)
 
   @pytest.mark.slow
-  @pytest.mark.parametrize("axes", list(AxisType)[:2], ids=lambda kind: kind.name)
-  def test_arguments_by_name_from_numpy_and_in_bfloat16(self, mesh_case, axes):
+  def test_arguments_by_name_from_numpy_and_in_bfloat16(self, mesh_case, first_mesh_case):
     run = Compiled(self.spread(mesh_case, 101, self.dim))
     head, params = run.head, run.variables["params"]
     rest = {name: tree for name, tree in run.variables.items() if name != "params"}
@@ -139,23 +138,26 @@ class ContractOnMeshes:
       )
       return log_prob.sum(), log_prob
 
+    def draw(hidden, params):
+      options = {"allowed": allowed, "key": jax.random.key(0), "method": "sample"}
+      return head.apply(rest | {"params": params}, hidden=hidden, **options)
+
     gradient = jax.jit(jax.grad(loss, has_aux=True))
     wide, expected = gradient(hidden, params)
-    with jax.set_mesh(jax.make_mesh((2, 2, 2), sharding.AXES, (axes,) * 3)):
-      np.testing.assert_allclose(jax.jit(lambda p: loss(hidden, p)[1])(params), expected, atol=2e-5)
-      placed = jax.device_put(hidden, P("data"))
-      narrow, _ = gradient(placed.astype(jnp.bfloat16), params)
-      draw = lambda h, p: head.apply(
-        rest | {"params": p}, allowed=allowed, key=jax.random.key(0), hidden=h, method="sample"
-      )
-      drawn = jax.jit(draw)(placed, params)
-      if axes == AxisType.Explicit:
-        assert jax.typeof(drawn).sharding.spec == P("data", None)
-      narrow, drawn = jax.device_get((narrow, drawn))
-    assert allowed[drawn].all()
-    # Products of bfloat16 operands, whose relative error is at most 2^-8 each.
-    scale = np.abs(wide).max()
-    np.testing.assert_allclose(narrow.astype(np.float32), wide, atol=0.05 * scale)
+    for axes in (AxisType.Explicit, AxisType.Auto)[: 2 if mesh_case == first_mesh_case else 1]:
+      with jax.set_mesh(jax.make_mesh((2, 2, 2), sharding.AXES, (axes,) * 3)):
+        found = jax.jit(lambda p: loss(hidden, p)[1])(params)
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+        placed = jax.device_put(hidden, P("data"))
+        narrow, _ = gradient(placed.astype(jnp.bfloat16), params)
+        drawn = jax.jit(draw)(placed, params)
+        if axes == AxisType.Explicit:
+          assert jax.typeof(drawn).sharding.spec == P("data", None)
+        narrow, drawn = jax.device_get((narrow, drawn))
+      assert allowed[drawn].all()
+      # Products of bfloat16 operands, whose relative error is at most 2^-8 each.
+      scale = np.abs(wide).max()
+      np.testing.assert_allclose(narrow.astype(np.float32), wide, atol=0.05 * scale)
 
   @pytest.mark.slow
   def test_no_weight_and_no_logits_travel_across_the_vocabulary(self, first_mesh_case):

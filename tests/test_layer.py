@@ -115,36 +115,70 @@ def _with(layer, **fields):
   return layer
 
 
+BEYOND = float("inf"), float("nan")
+WRONG_FIELDS = [
+  (DenseHead(-5, 6), "`vocab` of DenseHead must be an integer of at least 1; got -5"),
+  (_with(DenseHead(5, 6), vocab=5.5), "`vocab` .* got 5.5"),
+  (DenseHead(5, 0), "`dim` .* got 0"),
+  (_with(DenseHead(5, 6), embedding=nn.Dense(6)), "`embedding` must be an embedding .* a Dense"),
+  (DenseHead(7, 4, embedding=DenseEmbedding(8, 4)), "`embedding` .*vocab 7 .*vocab 8"),
+  *((DenseHead(7, 4, softcap=x), f"`softcap` .*{x}") for x in (0.0, *BEYOND)),
+  *((DenseHead(7, 4, z_loss=x), f"`z_loss` .*{x}") for x in (-1.0, *BEYOND)),
+  (DenseHead(7, 4, label_smoothing=1.0), "`label_smoothing` .*1.0"),
+  (DenseHead(7, 4, output=vqjax.SigSoftmax(), softcap=3.0), "`output`"),
+  *((CodebookHead(5, 6, codes), f"`codes` .* got {codes}") for codes in (0, 9)),
+  (
+    _with(CodebookHead(5, 6, 3), embedding=DenseEmbedding(5, 6)),
+    "`embedding` must be a CodebookEmbedding; got a DenseEmbedding",
+  ),
+  *(
+    (
+      CodebookHead(7, 4, 3, embedding=vqjax.CodebookEmbedding(*sizes)),
+      "`embedding` .*vocab 7, dim 4 and codes 3",
+    )
+    for sizes in ((8, 4, 3), (7, 5, 3), (7, 4, 2))
+  ),
+  *((CodebookHead(7, 4, 3, commitment=x), f"`commitment` .*{x}") for x in (-0.1, *BEYOND)),
+  (vqjax.LearnedCodebookHead(20, 6, 5, candidates=6), "`candidates` .*6 for codes 5"),
+  (vqjax.LearnedCodebookHead(20, 6, 5, 2, anneal=0), "anneal 0"),
+  (vqjax.LearnedCodebookHead(20, 6, 5, 2, final_temperature=2.0), "final_temperature 2.0"),
+  *((vqjax.ResidualCodebookHead(20, 6, 4, rank), f"`rank` .*{rank}") for rank in (0, 7)),
+  (vqjax.ProductHead(10, 8, 4, 3), r"`subspaces` .*3.*\[1, 2, 4, 8\]"),
+  (vqjax.ProductHead(10, 8, 0, 2), "`codes` .*0"),
+  *(
+    (vqjax.LearnedProductHead(7, 4, 3, 2, commitment=x), f"`commitment` .*{x}")
+    for x in (-0.1, *BEYOND)
+  ),
+  (vqjax.LowRankHead(31, 12, 0), r"`rank` .*\[1, 12\].*0"),
+  (vqjax.LowRankHead(31, 12, 13), r"`rank` .*\[1, 12\].*13"),
+  (vqjax.LowRankHead(7, 12, 8), r"`rank` .*\[1, 7\].*8"),
+  *((vqjax.MixtureHead(31, 12, count), f"`components` .*{count}") for count in (0, -1)),
+  *((vqjax.ClassBasedHead(11, 4, count), f"`classes` .*{count}") for count in (0, 12)),
+  *(
+    (vqjax.AdaptiveHead(31, 12, cutoffs), rf"`cutoffs` .*\(0, 31\).*{re.escape(str(cutoffs))}")
+    for cutoffs in ((), (0, 5), (5, 5), (7, 5), (5, 31), (-1,))
+  ),
+  *((vqjax.AdaptiveHead(31, 12, (5, 9), x), f"`factor` .*got {x}") for x in (0, 4)),
+  *((vqjax.SampledSoftmaxHead(53, 6, samples=x), f"samples.*{x}") for x in (0, 54)),
+  (vqjax.SampledSoftmaxHead(53, 6, samples=5, softcap=30.0), "`softcap` .*30.0"),
+  (vqjax.SampledSoftmaxHead(53, 6, samples=5, label_smoothing=0.1), "`label_smoothing` .*0.1"),
+  (vqjax.SampledSoftmaxHead(53, 6, samples=5, output=vqjax.SigSoftmax()), "`output`"),
+  (vqjax.PackedHead(29, 12, 30), r"`row_groups` must be in \[1, vocab\]; got 30"),
+  (vqjax.PackedHead(29, 12, 3, 0), "`units` must be at least 1; got 0"),
+  (
+    vqjax.PackedHead(29, 12, embedding=vqjax.PackedEmbedding(29, 8, 3)),
+    "`embedding` must be a PackedEmbedding of vocab 29",
+  ),
+]
+
+
 @pytest.mark.parametrize("method", ["size", "logical_axes"])
 @pytest.mark.parametrize(
-  ("head", "message"),
-  [
-    (DenseHead(-5, 6), "`vocab` of DenseHead must be an integer of at least 1; got -5"),
-    (_with(DenseHead(5, 6), vocab=5.5), "`vocab` .* got 5.5"),
-    (DenseHead(5, 0), "`dim` .* got 0"),
-    (CodebookHead(5, 6, 9), "`codes` .* got 9"),
-    (
-      _with(DenseHead(5, 6), embedding=nn.Dense(6)),
-      "`embedding` must be an embedding .* got a Dense",
-    ),
-    (
-      _with(CodebookHead(5, 6, 3), embedding=DenseEmbedding(5, 6)),
-      "`embedding` must be a CodebookEmbedding; got a DenseEmbedding",
-    ),
-  ],
+  ("head", "message"), WRONG_FIELDS, ids=[f"{type(h).__name__}, {m}" for h, m in WRONG_FIELDS]
 )
 def test_a_head_with_wrong_fields_has_neither_size_nor_axes(head, message, method):
   with pytest.raises(ValueError, match=message):
     getattr(head, method)()
-
-
-def test_tokens_that_are_not_integers_are_refused():
-  head, hidden = DenseHead(5, 6), jnp.ones((2, 6))
-  variables = head.init(jax.random.key(0), hidden)
-  # A TypeError where annotations are checked.
-  message = r"`tokens` must be integers|parameter 'tokens'"
-  with pytest.raises((ValueError, TypeError), match=message):
-    head.apply(variables, hidden, jnp.ones(2), method="log_prob")
 
 
 def test_a_head_without_its_methods_cannot_be_constructed():

@@ -89,13 +89,9 @@ def test_a_tokens_count_of_zero_costs_nothing_and_one_token_is_enough():
 @pytest.mark.parametrize(
   ("table", "counts", "message"),
   [
-    (TABLE, np.zeros(8, int), "`counts` must not be all zero"),
     (TABLE, COUNTS[:7], r"`assignment` must have shape \(7,\)"),
-    (TABLE, COUNTS / 1.0, "`counts` must hold integers; got float64"),
-    (TABLE / 1.0, COUNTS, "`assignment` must hold integers; got float64"),
     (TABLE - 1, COUNTS, "`assignment` must hold codes .*; got -1 for token 0"),
     ([], COUNTS, r"`assignment` must have shape \(8,\), .*; got \(0,\)"),
-    ([np.nan] * 8, COUNTS, "`assignment` must hold integers; got float64"),
     ([9] * 8, COUNTS, "`codes` must be .*; got 10 for vocab 8"),
   ],
 )

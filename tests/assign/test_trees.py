@@ -64,22 +64,3 @@ def test_tokens_that_never_occur_do_not_make_the_tree_deep():
   counts = np.zeros(1025, int)
   counts[3] = 1
   assert depths(trees.Huffman(counts)(1025)).max() == 11
-
-
-@pytest.mark.parametrize(
-  ("counts", "message"),
-  [
-    ([1, 2], r"`counts` must have shape \(3,\); got \(2,\)"),
-    ([1, -2, 3], "`counts` must be at least 0; got -2 for token 1"),
-    ([1.0, np.nan, 3.0], "`counts` must hold integers; got float64"),
-    ([0, 0, 0], "`counts` must not be all zero"),
-  ],
-)
-def test_invalid_counts_are_refused(counts, message):
-  with pytest.raises(ValueError, match=message):
-    trees.Huffman(counts)(3)
-
-
-def test_a_tree_of_no_token_is_refused():
-  with pytest.raises(ValueError, match="`vocab` must be at least 1; got 0"):
-    trees.balanced(0)

@@ -156,6 +156,9 @@ def test_the_least_fraction_of_the_message_is_reachable():
 def test_the_head_scores_with_the_vectors_and_the_bias(name, with_bias, tmp_path):
   compressed(name, with_bias).save(tmp_path / "small.safetensors")
   small = vqjax.CompactEmbedding.load(tmp_path / "small.safetensors")
+  read = compact_file.open_compact(tmp_path / "small.safetensors")
+  np.testing.assert_array_equal(read[np.arange(V)], rows_of(small))
+  np.testing.assert_array_equal(read.bias, BIAS if with_bias else None)
   head, variables = to_head(small)
   hidden = np.random.default_rng(3).normal(size=(2, 9, D)).astype(np.float32)
   tokens = np.arange(18).reshape(2, 9) * 5
@@ -257,18 +260,6 @@ def test_bad_input_is_refused(change, message):
 def test_bits_outside_their_range_are_refused(bits):
   with pytest.raises(ValueError, match=rf"`bits` must be in \[1, 8\]; got {bits}"):
     vqjax.Scalar(bits)
-
-
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_the_reader_without_jax_has_the_vectors_and_the_bias(with_bias, tmp_path):
-  small = compressed("scalar", with_bias)
-  small.save(tmp_path / "small.safetensors")
-  read = compact_file.open_compact(tmp_path / "small.safetensors")
-  np.testing.assert_array_equal(read[np.arange(V)], rows_of(small))
-  if with_bias:
-    np.testing.assert_array_equal(read.bias, BIAS)
-  else:
-    assert read.bias is None
 
 
 def test_a_bias_of_another_length_in_a_file_is_refused(tmp_path):

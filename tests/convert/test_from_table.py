@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tests import jitted
-from vqjax import DPQEmbedding, SoftmaxQuantizer, convert
-from vqjax.convert import part_of, with_part
+from vqjax import DPQEmbedding, convert
 from vqjax.embeddings import LowRankEmbedding, ProductEmbedding, ScalarEmbedding
 from vqjax.quantizers import CentroidQuantizer, EncoderQuantizer
 
@@ -89,7 +88,6 @@ def test_more_bits_lower_the_error(table):
   ("embedding", "part"),
   [
     (LowRankEmbedding(V, D, 6), 0.6),
-    (DPQEmbedding(V, D, SoftmaxQuantizer(K, M, D)), 0.6),
     (DPQEmbedding(V, D, CentroidQuantizer(K, M, D, normalize=False)), 0.6),
     (ProductEmbedding(V, D, K, M), 0.8),  # its codes are hashes of the tokens, and stay
   ],
@@ -170,23 +168,3 @@ def test_centroids_of_a_quantiser_are_clusters_of_the_vectors(shared):
       for k in range(4):
         mean = parts[codes[:, m] == k, m].mean(axis=0)
         np.testing.assert_allclose(centers[m, k], mean, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shared", [False, True])
-def test_initial_centroids_are_clusters_of_the_initial_queries(shared):
-  quantizer = CentroidQuantizer(4, 2, D, shared=shared, normalize=False)
-  embedding = DPQEmbedding(61, D, quantizer)
-  own = embedding.init(jax.random.key(0), np.zeros(1, np.int32))
-  query = np.asarray(own["params"]["query"])
-  begun = convert.clustered(quantizer, part_of(own, "quantizer"), query, key=jax.random.key(1))
-  own = with_part(own, "quantizer", begun)
-  centers = np.asarray(embedding.apply(own, method="values"))
-  parts = query.reshape(-1, 2, D // 2)
-  for m in range(2):
-    table = centers[0 if shared else m]
-    points = parts.reshape(-1, D // 2) if shared else parts[:, m]
-    nearest = ((points[:, None] - table) ** 2).sum(-1).argmin(1)
-    means = np.stack([points[nearest == k].mean(axis=0) for k in range(4)])
-    # As good as converged: each centre is near the mean of what is nearest to it.
-    assert np.abs(means - table).max() < 0.25 * np.abs(table).max()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import jitted, reference
+from tests import jitted
 from vqjax import (
   CodebookHead,
   DenseHead,
@@ -70,19 +70,6 @@ def test_tokens_on_one_code_differ_by_the_trained_bias(target, head):
     ]
   )
   np.testing.assert_allclose(variables["params"]["codebook"], means, rtol=1e-6)
-
-
-def test_the_bias_is_kept_inside_the_groups():
-  head = UnsharedGroupedHead(V, D, sizes=(6, 1, 4, 2), use_bias=True)
-  given, hidden = stats(), np.random.default_rng(1).normal(size=(7, D)).astype(np.float32)
-  found = reference.log_softmax(logits(head, convert.ToGrouped()(given, head), hidden))
-  expected = hidden @ given.output.T + given.bias
-  for start, stop in ((0, 6), (7, 11), (11, 13)):
-    np.testing.assert_allclose(
-      reference.log_softmax(found[:, start:stop]),
-      reference.log_softmax(expected[:, start:stop]),
-      atol=1e-4,
-    )
 
 
 @pytest.mark.parametrize(

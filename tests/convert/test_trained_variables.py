@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 from tests import jitted
-from vqjax import CentroidQuantizer, CompactEmbedding, DenseHead, DPQEmbedding, SoftmaxQuantizer
+from vqjax import (
+  CentroidQuantizer,
+  CompactEmbedding,
+  DenseHead,
+  DPQEmbedding,
+  SoftmaxQuantizer,
+)
 from vqjax.convert import to_head
 
 V, D, K, M = 53, 12, 6, 3
@@ -13,13 +19,19 @@ V, D, K, M = 53, 12, 6, 3
 
 @pytest.mark.programs(80)  # `to_head` runs operation by operation
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("use_bias", [True, False])
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("kind", [SoftmaxQuantizer, CentroidQuantizer])
+@pytest.mark.parametrize(
+  ("quantizer", "use_bias"),
+  [
+    (SoftmaxQuantizer(K, M, shared=True), True),
+    (SoftmaxQuantizer(K, M), False),
+    (CentroidQuantizer(K, M), True),
+    (CentroidQuantizer(K, M, shared=True), False),
+  ],
+)
 def test_the_head_of_a_compact_embedding_has_the_distribution_of_the_tied_head(
-  kind, shared, use_bias, tmp_path
+  quantizer, use_bias, tmp_path
 ):
-  embedding = DPQEmbedding(V, D, kind(K, M, shared=shared))
+  embedding = DPQEmbedding(V, D, quantizer)
   trained = DenseHead(V, D, use_bias=use_bias, embedding=embedding)
   rng = np.random.default_rng(4)
   hidden, tokens = rng.normal(size=(2, 9, D)).astype(np.float32), np.arange(18).reshape(2, 9)

@@ -34,42 +34,6 @@ def made(embedding: Embedding):
   return jitted.init(embedding, jax.random.key(0), np.zeros(1, np.int32))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_vectors_are_rows_of_the_table_and_nan_outside(name):
-  embedding = CASES[name]
-  variables = made(embedding)
-  tokens = np.array([[0, V - 1], [3, V], [-1, 5]])
-
-  @jax.jit
-  def run(variables):
-    return (
-      embedding.apply(variables, tokens),
-      embedding.apply(variables, method="table"),
-      *embedding.apply(variables, tokens, False, method="loss_terms"),
-    )
-
-  found, table, loss, terms = jax.device_get(run(variables))
-  known = (tokens >= 0) & (tokens < V)
-  np.testing.assert_allclose(found[known], table[tokens[known]], atol=1e-6)
-  assert np.isnan(found[~known]).all()
-  np.testing.assert_allclose(loss[known], found[known], atol=1e-6)
-  assert all(np.isfinite(term) for term in terms.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_size_and_axes_are_those_of_the_variables(name):
-  embedding = CASES[name]
-  variables = made(embedding)
-  leaves = jax.tree.leaves
-  size = embedding.size()
-  assert size.params == sum(x.size for x in leaves(variables["params"]))
-  assert size.state_bytes == sum(x.nbytes for x in leaves(variables))
-  ranks = jax.tree.map(len, embedding.logical_axes(), is_leaf=lambda x: isinstance(x, tuple))
-  assert ranks == jax.tree.map(np.ndim, variables)
-
-
 def test_the_inference_size_is_codes_values_and_layers():
   layers = 7 * (5 + 1) + D * (7 + 1)
   values, codes = 3 * 4 * 5, -(-V * 3 * 2 // 8)
@@ -78,14 +42,6 @@ def test_the_inference_size_is_codes_values_and_layers():
     assert shipped.params == values + layers
     assert shipped.state_bytes == 4 * (values + layers) + codes
   assert CASES["guided"].inference_size() == DenseEmbedding(V, D).size()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("additive", [False, True])
-def test_the_inference_size_of_quantised_vectors_is_that_of_the_compact_form(additive):
-  embedding = DPQEmbedding(V, D, SoftmaxQuantizer(5, 3, D, additive=additive))
-  small = embedding.compact(made(embedding))
-  assert embedding.inference_size().state_bytes == small.nbytes
 
 
 @pytest.mark.slow
@@ -121,20 +77,6 @@ def test_the_guide_moves_the_student_and_padding_contributes_nothing():
   np.testing.assert_allclose(found[4], 2 * 0.5 * 2 * apart[4] / 3, rtol=1e-4)
   np.testing.assert_allclose(found[9], 0.5 * 2 * apart[9] / 3, rtol=1e-4)
   assert not np.any(np.delete(found, [4, 9], axis=0))
-
-
-@pytest.mark.parametrize(
-  ("embedding", "message"),
-  [
-    (ComposedEmbedding(V, D, DenseEmbedding(7, D), hidden=4), "`inner` .*7"),
-    (ComposedEmbedding(V, D, DenseEmbedding(V, D), hidden=0), "`hidden` .*0"),
-    (GuidedEmbedding(V, D, DenseEmbedding(V, 5)), "`student` .*23 and 5"),
-    (GuidedEmbedding(V, D, DenseEmbedding(V, D), weight=-1.0), "`weight` .*-1.0"),
-  ],
-)
-def test_fields_that_do_not_fit_are_refused(embedding, message):
-  with pytest.raises(ValueError, match=message):
-    made(embedding)
 
 
 def test_an_embedding_sets_the_width_of_its_quantiser():

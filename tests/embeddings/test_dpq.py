@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests import jitted, reference
-from tests.embeddings.quantized import QUANTIZERS, D, V, trained, vectors_of
-from vqjax import DenseHead, DPQEmbedding
+from tests.embeddings.quantized import D, V, trained
+from vqjax import DenseHead
 
 
 @pytest.mark.fast_cases(2)
@@ -44,35 +44,6 @@ def test_a_batch_reads_only_its_own_rows(embedding):
   assert memory.temp_size_in_bytes < 100_003 * 4
 
 
-def test_size_and_axes_are_those_of_the_variables(embedding):
-  variables = jitted.init(embedding, jax.random.key(0), np.arange(5))
-  assert embedding.size().params == sum(x.size for x in jax.tree.leaves(variables["params"]))
-  assert embedding.size().state_bytes == sum(x.nbytes for x in jax.tree.leaves(variables))
-  ranks = jax.tree.map(lambda x: x.ndim, variables)
-  axes = embedding.logical_axes()
-  assert jax.tree.map(len, axes, is_leaf=lambda x: isinstance(x, tuple)) == ranks
-
-
-@pytest.mark.slow
-def test_on_a_mesh_a_training_step_is_that_of_one_device(embedding, variables):
-  spread = embedding.clone(vocab_axis="model")
-  tokens = np.arange(32).reshape(8, 4) * 7 % V
-
-  def step(embedding, tokens):
-    def loss(params):
-      (vectors, terms), written = trained(embedding, variables | {"params": params}, tokens)
-      return (vectors**2).sum() + sum(terms.values(), 0.0), written
-
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
-
-  expected = jax.device_get(step(embedding, tokens))
-  with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"))):  # explicit axes
-    found = jax.device_get(step(spread, jax.device_put(tokens, jax.P("data"))))
-  # The loss is a float32 sum of 32·D squares, in another order on the mesh.
-  close = functools.partial(np.testing.assert_allclose, rtol=32 * D * 2.0**-24, atol=1e-5)
-  jax.tree.map(close, found, expected)
-
-
 @pytest.mark.fast_cases(1)
 def test_a_head_that_shares_the_codes_scores_with_the_quantised_rows(embedding, variables):
   head = DenseHead(V, D, embedding=embedding)
@@ -90,16 +61,3 @@ def test_a_head_that_shares_the_codes_scores_with_the_quantised_rows(embedding, 
   table = jitted.apply(embedding, variables, method="table")
   np.testing.assert_allclose(found, reference.linear_log_prob(hidden, table, tokens), atol=1e-5)
   assert np.asarray(gradient["embedding"]["query"]).any()
-
-
-def test_a_quantizer_of_another_width_is_refused():
-  embedding = DPQEmbedding(V, 10, QUANTIZERS["vq"])
-  with pytest.raises(ValueError, match=r"`quantizer` .*10.*12"):
-    jitted.init(embedding, jax.random.key(0), np.arange(3))
-
-
-@pytest.mark.fast_cases(1)
-def test_an_empty_batch_is_empty(embedding, variables):
-  nothing = np.zeros((2, 0), np.int32)
-  assert jitted.apply(embedding, variables, nothing).shape == (2, 0, D)
-  assert vectors_of(embedding.compact(variables), nothing).shape == (2, 0, D)

@@ -1,8 +1,5 @@
 """Configurations have the published sizes, and the page has the tables that the command renders."""
 
-import json
-import shutil
-
 import pytest
 
 from experiments import article
@@ -48,10 +45,3 @@ def test_a_claim_holds_to_its_last_digit_or_within_three_percent():
   assert not claim("~3 layers", 2.4)
   assert claim("1,049 M", 1_050.7)
   assert not claim("400 GFLOP", 0.4)
-
-
-def test_the_page_is_what_the_command_renders(tmp_path):
-  result = json.loads(article.RESULTS.read_text("utf-8"))
-  copy = tmp_path / "page.md"
-  shutil.copy(article.PAGE, copy)
-  assert not article.update(copy, result)

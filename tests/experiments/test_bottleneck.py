@@ -1,8 +1,5 @@
 """The sketch finds the singular values of a matrix in blocks, and the page is rendered."""
 
-import json
-import shutil
-
 import jax
 import numpy as np
 import pytest
@@ -44,10 +41,3 @@ def test_blocks_are_the_centred_log_probabilities_whose_rank_is_that_of_the_head
   values = bottleneck.singular_values(block, count, 100)
   np.testing.assert_allclose(largest, np.abs(exact).max(), rtol=1e-5)
   assert bottleneck.numerical_ranks(values, exact.shape, largest)["rank"] in ranks
-
-
-def test_the_page_is_what_the_command_renders(tmp_path):
-  result = json.loads(bottleneck.RESULTS.read_text("utf-8"))
-  copy = tmp_path / "page.md"
-  shutil.copy(bottleneck.PAGE, copy)
-  assert not bottleneck.update(copy, result)

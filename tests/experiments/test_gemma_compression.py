@@ -9,28 +9,13 @@ import types
 import numpy as np
 import pytest
 
-from experiments import gemma_compression, small_models
+from experiments import gemma_compression
 from tests.lm.checkpoints.families import V, small
 from vqjax.lm.compression.search import Compression
 from vqjax.lm.texts import TextWindows
 from vqjax.tables import Moments
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-
-
-@pytest.mark.parametrize(
-  ("shown", "name"),
-  [
-    (gemma_compression.shown, "compression.json"),
-    (gemma_compression.shown, "compression-packed.json"),
-    (small_models.shown, "compression-small.json"),
-  ],
-)
-def test_the_page_has_the_tables_of_the_results(shown, name):
-  result = json.loads((DOCS / "results" / name).read_text("utf-8"))
-  page = (DOCS / "compression.md").read_text("utf-8")
-  for table in shown(result).split("\n\n"):
-    assert table in page
 
 
 def test_the_page_has_the_bytes_of_an_ideal_coder():

@@ -10,9 +10,8 @@ import pytest
 from tests import reference
 from tests.contract import HeadContract
 from tests.jitted import abstract_variables, random_variables, run
-from vqjax import ClassBasedHead, assign
+from vqjax import ClassBasedHead
 from vqjax.ops import class_softmax as class_ops
-from vqjax.sharding import MeshShape, make_mesh
 
 
 def with_empty_classes(vocab, classes):
@@ -102,32 +101,6 @@ def test_a_missing_class_is_nan_and_an_empty_class_has_probability_0():
   np.testing.assert_allclose(kept.sum(axis=1), 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize("classes", [0, 12])
-def test_classes_outside_the_vocabulary_are_refused(classes):
-  with pytest.raises(ValueError, match=f"`classes` .*{classes}"):
-    ClassBasedHead(11, 4, classes).size()
-
-
 def test_a_table_of_another_length_is_refused():
   with pytest.raises(ValueError, match=r"assignment.*\(9,\)"):
     abstract_variables(ClassBasedHead(11, 4, 3, lambda vocab, classes: np.zeros(9, np.int32)))
-
-
-def test_the_cost_is_that_of_the_classes_and_of_one_class():
-  assert ClassBasedHead(10_000, 4, 100).size().flops_per_token == 2 * 4 * (100 + 100)
-  assert ClassBasedHead(10_000, 4, 100).size().params == 4 * (10_000 + 100)
-
-
-@pytest.mark.slow
-def test_classes_whose_rows_lie_on_several_devices_are_summed_over_them():
-  head = ClassBasedHead(53, 6, 5, assign.Random(), vocab_axis="model")
-  variables, hidden, _ = problem(head, 53)
-  loss = lambda p, h: head.apply(
-    variables | {"params": p}, h, jnp.arange(53), method="log_prob"
-  ).sum()
-  both = jax.value_and_grad(loss, (0, 1))
-  alone = jax.jit(both)(variables["params"], hidden)
-  with jax.set_mesh(make_mesh(MeshShape(1, 1, 8))):
-    spread = jax.device_get(jax.jit(both)(variables["params"], hidden))
-  # Sums of 53 terms of order one, in another order.
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), spread, alone)

@@ -7,13 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 
-from tests import reference
 from tests.contract_of_representatives import RepresentativeContract
 from tests.jitted import abstract_variables, initial_variables, random_variables, results, run
 from vqjax import CodebookEmbedding, CodebookHead, assign
-from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 
 
@@ -80,12 +77,6 @@ def test_without_a_bias_no_probability_exceeds_one_over_the_size_of_its_code():
   np.testing.assert_allclose(np.exp(top.max()), 1 / 4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("codes", [0, 11])
-def test_codes_outside_the_vocabulary_are_refused(codes):
-  with pytest.raises(ValueError, match=rf"codes.*{codes}"):
-    CodebookHead(10, 4, codes).size()
-
-
 @pytest.mark.parametrize(
   ("table", "message"),
   [
@@ -100,14 +91,6 @@ def test_a_table_that_does_not_fit_is_refused_with_a_remedy(table, message):
   with pytest.raises(ValueError, match=message) as error:
     abstract_variables(head)
   assert "assign.contiguous" in str(error.value)
-
-
-def test_a_restored_table_of_another_length_is_refused():
-  head = CodebookHead(10, 4, 3)
-  variables = abstract_variables(head)
-  variables["codes"] = {"assignment": jax.ShapeDtypeStruct((9,), jnp.int32)}
-  with pytest.raises(ValueError, match=r"`assignment` .*\(10,\).*\(9,\)"):
-    jax.eval_shape(head.apply, variables, jax.ShapeDtypeStruct((1, 4), jnp.float32))
 
 
 def test_contiguous_blocks_differ_by_at_most_one():
@@ -130,13 +113,6 @@ def test_a_fraction_that_leaves_no_code_for_the_rest_is_refused(fraction):
     assign.FrequentAlone(fraction)(10, 5)
 
 
-def test_a_huge_vocabulary_needs_no_huge_array():
-  head = CodebookHead(2**24, 64, 256, token_bias=True)
-  hidden = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
-  log_prob = lambda v, h: head.apply(v, h, jnp.arange(4096), method="log_prob")
-  assert jax.eval_shape(log_prob, abstract_variables(head), hidden).shape == (4096,)
-
-
 def test_a_code_that_does_not_exist_is_nan_and_never_that_of_a_neighbour():
   head = CodebookHead(10, 4, 3)
   variables, tokens = random_variables(head), np.array([2, 5])
@@ -156,76 +132,6 @@ def test_a_code_whose_bias_is_minus_infinity_has_no_probability():
   )
   assert np.isneginf(log_prob[0])
   assert np.isfinite(log_prob[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [None, MeshShape(2, 2, 2)])
-def test_draws_of_a_code_and_then_a_token_follow_the_distribution_on_a_mesh_too(shape):
-  head = CodebookHead(101, 4, 17, token_bias=True, vocab_axis="model" if shape else None)
-  variables, many = random_variables(head), np.broadcast_to(normal(4), (60_000, 4))
-  draw = lambda v, h: (
-    head.apply(v, h, jax.random.key(2), 0.7, method="sample"),
-    head.apply(v, h[0]),
-  )
-  with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
-    drawn, logits = results(draw, variables, many)
-  expected = np.exp(reference.log_softmax(logits / 0.7)) * len(drawn)
-  counts = np.bincount(drawn, minlength=101)
-  assert scipy.stats.chisquare(counts, expected, sum_check=False).pvalue > 1e-4
-
-
-def test_flops_are_those_of_k_products():
-  assert CodebookHead(10, 4, 3).size().flops_per_token == 2 * 4 * 3
-
-
-def decoder(head, embedding):
-  return Transformer(embedding=embedding, head=head, dim=6, layers=1, heads=2, context=4)
-
-
-def test_a_tied_model_has_one_codebook_and_one_table_and_names_their_axes():
-  embedding = CodebookEmbedding(13, 6, 5)
-  model = decoder(CodebookHead(13, 6, 5, token_bias=True, embedding=embedding), embedding)
-  tokens = jnp.array([[1, 12, 0]])
-  variables = jax.eval_shape(
-    lambda: model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
-  )
-  assert set(variables["params"]["head"]) == {"token_bias"}
-  assert jax.tree.map(jnp.shape, variables["codes"]) == {"embedding": {"assignment": (13,)}}
-  ranks = jax.tree.map(len, model.logical_axes(), is_leaf=lambda x: isinstance(x, tuple))
-  assert ranks == jax.tree.map(jnp.ndim, variables)
-
-
-def test_the_gradient_of_a_tied_codebook_sums_those_of_lookups_and_of_scores():
-  embedding = CodebookEmbedding(7, 4, 3)
-  head = CodebookHead(7, 4, 3, embedding=embedding)
-  tokens, targets, variables = np.array([1, 2, 6]), np.array([3, 3, 0]), random_variables(head)
-  table = variables["codes"]["embedding"]["assignment"]
-
-  def loss(look_up, score):
-    inner = {name: tree["embedding"] for name, tree in variables.items()}
-    inner["params"] = {"codebook": look_up}
-    hidden = embedding.apply(inner, tokens)
-    outer = variables | {"params": {"embedding": {"codebook": score}}}
-    return head.apply(outer, hidden, targets, method="log_prob").sum()
-
-  codebook = variables["params"]["embedding"]["codebook"]
-  both, parts = results(
-    lambda c: (jax.grad(lambda c: loss(c, c))(c), jax.grad(loss, (0, 1))(c, c)), codebook
-  )
-  np.testing.assert_allclose(both, parts[0] + parts[1], atol=1e-6)
-  # The part of the lookups: each token's code moves by the gradient in its hidden vector.
-  weight = np.asarray(codebook, np.float64)
-  pull = np.eye(7)[targets] - np.exp(reference.log_softmax(weight[table[tokens]] @ weight[table].T))
-  expected = np.zeros_like(weight)
-  np.add.at(expected, table[tokens], pull @ weight[table])
-  np.testing.assert_allclose(parts[0], expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("sizes", [(8, 4, 3), (7, 5, 3), (7, 4, 2)])
-def test_a_tied_embedding_of_another_size_is_refused(sizes):
-  head = CodebookHead(7, 4, 3, embedding=CodebookEmbedding(*sizes))
-  with pytest.raises(ValueError, match=r"`embedding` .*vocab 7, dim 4 and codes 3"):
-    head.size()
 
 
 @pytest.mark.parametrize("shape", [None, MeshShape(2, 2, 2)])
@@ -253,9 +159,3 @@ def test_the_commitment_is_a_separate_term_of_the_loss():
   np.testing.assert_array_equal(log_prob, plain[0])
   assert set(terms) == {"commitment"}
   assert plain[1] == {}
-
-
-@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
-def test_a_negative_or_infinite_commitment_is_refused(value):
-  with pytest.raises(ValueError, match=f"`commitment` .*{value}"):
-    CodebookHead(7, 4, 3, commitment=value).size()

@@ -2,17 +2,13 @@
 
 from typing import ClassVar
 
-import jax
 import numpy as np
-import optax
-import pytest
 
 from tests import reference
 from tests.contract import HeadContract
 from tests.contract_on_meshes import as_float64
-from tests.jitted import initial_variables, random_variables, results, run
+from tests.jitted import random_variables, run
 from vqjax import CentroidQuantizer, DPQHead, SoftmaxQuantizer
-from vqjax.convert import to_head
 
 M = 4
 
@@ -67,46 +63,6 @@ class TestDPQHead(HeadContract):
     np.testing.assert_allclose(found["table"]["quantizer"]["values"], d_values, atol=3e-5)
     assert np.any(found["table"]["quantizer"]["keys"])
     assert np.any(found["table"]["query"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("quantizer", [SoftmaxQuantizer(8, M), CentroidQuantizer(8, M)])
-def test_it_learns_and_converts_to_a_product_head(quantizer):
-  """Statistics and centroids follow the targets; conversion keeps the distribution."""
-  head = DPQHead(40, 12, quantizer, use_bias=True)
-  hidden, tokens = np.random.default_rng(0).standard_normal((40, 12), np.float32), np.arange(40)
-  variables = initial_variables(head)
-  rest = {name: tree for name, tree in variables.items() if name != "params"}
-  params, optimizer = variables["params"], optax.adam(0.02)
-  state = optimizer.init(params)
-
-  @jax.jit
-  def step(params, rest, state):
-    def loss(params):
-      (log_prob, terms), written = head.apply(
-        rest | {"params": params}, hidden, tokens, method="loss_terms", mutable=list(rest)
-      )
-      return sum(terms.values(), 0.0) - log_prob.mean(), written
-
-    (value, written), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-    change, state = optimizer.update(gradient, state)
-    return optax.apply_updates(params, change), written, state, value
-
-  first = None
-  for _ in range(100):
-    params, rest, state, value = step(params, rest, state)
-    first = value if first is None else first
-  assert value < first - 1
-  trained = rest | {"params": params}
-  shipped, own = to_head(head.compact(trained), params["bias"])
-  expected, found = results(
-    lambda *both: [
-      h.apply(v, hidden, tokens, method="log_prob") for h, v in zip((head, shipped), both)
-    ],
-    *(trained, own),
-  )
-  np.testing.assert_allclose(found, expected, atol=1e-4)
-  assert -found.mean() < np.log(40) - 1
 
 
 def test_the_terms_are_over_the_rows_of_the_targets():

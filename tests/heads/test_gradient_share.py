@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 
 from tests import reference
 from tests.jitted import abstract_variables, random_variables, results
-from vqjax import CodebookHead, DenseHead, GroupedHead, LowRankHead
+from vqjax import CodebookHead, DenseHead, GroupedHead
 
 V, D = 101, 12
 HIDDEN = np.random.default_rng(0).standard_normal((7, D), np.float32)
@@ -17,37 +17,6 @@ TOKENS = np.random.default_rng(1).integers(0, V, 7)
 
 def share(head, variables, tokens=TOKENS):
   return results(lambda v, h: head.apply(v, h, tokens, method="gradient_share"), variables, HIDDEN)
-
-
-def gradients(head, variables):
-  """float64 gradients in the logits."""
-  prob = np.exp(reference.log_softmax(results(head.apply, variables, HIDDEN)))
-  prob[np.arange(7), TOKENS] -= 1
-  return prob
-
-
-@pytest.mark.parametrize("rank", [1, 5])
-def test_a_low_rank_head_passes_on_its_rank(rank):
-  head = LowRankHead(V, D, rank)
-  assert share(head, random_variables(head)).rank.tolist() == [rank] * 7
-
-
-def test_a_codebook_passes_on_no_more_than_the_means_of_its_codes():
-  head = CodebookHead(V, D, 8)
-  variables = random_variables(head)
-  code = variables["codes"]["assignment"]
-  gradient = gradients(head, variables)
-  of_code = np.eye(8)[code]
-  means = gradient @ of_code / np.maximum(of_code.sum(axis=0), 1) @ of_code.T
-  bound = np.linalg.norm(means, axis=1) / np.linalg.norm(gradient, axis=1)
-  # Seven differences of eight codes fit into twelve columns: the bound is reached.
-  np.testing.assert_allclose(share(head, variables).kept, bound, atol=1e-5)
-
-
-def test_a_square_weight_passes_on_everything():
-  head = DenseHead(13, D)  # up to a constant, 13 logits have 12 dimensions
-  found = share(head, random_variables(head), TOKENS % 13)
-  np.testing.assert_allclose(found.kept, 1, atol=1e-5)
 
 
 def test_a_token_outside_of_the_vocabulary_is_nan():

@@ -4,7 +4,6 @@ from typing import ClassVar
 
 import jax
 import numpy as np
-import pytest
 
 from tests.contract import HeadContract
 from tests.jitted import initial_variables, results
@@ -103,16 +102,3 @@ def test_candidates_are_different_codes_and_begin_with_that_of_contiguous_blocks
   table = spread_candidates(101, 17, 5)
   assert all(len(set(row)) == 5 for row in table.tolist())
   np.testing.assert_array_equal(table[:, 0], np.arange(101) * 17 // 101)
-
-
-@pytest.mark.parametrize(
-  ("options", "message"),
-  [
-    ({"candidates": 6}, "`candidates` .*6 for codes 5"),
-    ({"candidates": 2, "anneal": 0}, "anneal 0"),
-    ({"candidates": 2, "final_temperature": 2.0}, "final_temperature 2.0"),
-  ],
-)
-def test_numbers_outside_their_range_are_refused(options, message):
-  with pytest.raises(ValueError, match=message):
-    LearnedCodebookHead(20, 6, 5, **options).size()

@@ -4,12 +4,11 @@ from typing import ClassVar
 
 import jax
 import numpy as np
-import pytest
 
 from tests import reference
 from tests.heads.narrow import NarrowContract, exact
 from tests.jitted import random_variables, results, run
-from vqjax import DenseHead, MixtureHead
+from vqjax import MixtureHead
 
 
 class TestMixtureHead(NarrowContract):
@@ -34,21 +33,6 @@ def rank(head):
   logits = results(head.apply, random_variables(head), hidden)
   values = np.linalg.svd(reference.log_softmax(logits), compute_uv=False)
   return (values > 1e-4 * values[0]).sum()
-
-
-def test_the_log_probabilities_have_a_higher_rank_than_those_of_a_linear_head():
-  assert rank(DenseHead(53, 4)) <= 5
-  assert rank(MixtureHead(53, 4, 3)) > 20
-
-
-def test_the_parameters_are_a_table_and_the_projections():
-  assert MixtureHead(10_000, 200, 15).size().params == 10_000 * 200 + 15 * 200 * 202
-
-
-@pytest.mark.parametrize("components", [0, -1])
-def test_a_mixture_of_nothing_is_refused(components):
-  with pytest.raises(ValueError, match=f"`components` .*{components}"):
-    MixtureHead(31, 12, components).size()
 
 
 def test_a_removed_token_has_no_part_in_the_logits_and_their_gradient():

@@ -125,15 +125,6 @@ def test_a_lookup_is_a_row_of_the_table_and_nan_outside():
   assert embedding.size().state_bytes == sum(x.nbytes for x in leaves)
 
 
-def test_impossible_fields_are_refused():
-  with pytest.raises(ValueError, match=r"`row_groups` must be in \[1, vocab\]; got 30"):
-    PackedHead(V, D, 30).size()
-  with pytest.raises(ValueError, match="`units` must be at least 1; got 0"):
-    PackedHead(V, D, 3, 0).size()
-  with pytest.raises(ValueError, match=f"`embedding` must be a PackedEmbedding of vocab {V}"):
-    PackedHead(V, D, embedding=PackedEmbedding(V, 8, 3)).size()
-
-
 def best_of_all(x, weight, width):
   """The least cost over all strings of bits, by brute force."""
   value, total = quantiles(), int(sum(width))

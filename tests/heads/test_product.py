@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 from tests import reference
 from tests.contract import HeadContract
 from tests.contract_on_meshes import as_float64
-from tests.jitted import abstract_variables, initial_variables, random_variables, results, run
+from tests.jitted import abstract_variables, random_variables, results, run
 from vqjax.assign.multiple import mixed_radix
 from vqjax.heads import LearnedProductHead, ProductHead
-from vqjax.heads.product import sub_vector_init
 from vqjax.ops import product
 
 
@@ -135,18 +133,6 @@ def test_summed_scores_equal_those_of_composed_rows():
 
 
 @pytest.mark.parametrize(
-  ("arguments", "message"),
-  [
-    ((10, 8, 4, 3), r"`subspaces` .*3.*\[1, 2, 4, 8\]"),
-    ((10, 8, 0, 2), "`codes` .*0"),
-  ],
-)
-def test_codes_and_subspaces_outside_their_range_are_refused(arguments, message):
-  with pytest.raises(ValueError, match=message):
-    ProductHead(*arguments).size()
-
-
-@pytest.mark.parametrize(
   ("codes", "message"),
   [
     (np.zeros((9, 2), int), r"codes.*9, 2"),
@@ -155,29 +141,8 @@ def test_codes_and_subspaces_outside_their_range_are_refused(arguments, message)
   ],
 )
 def test_codes_that_do_not_fit_are_refused(codes, message):
-  head = ProductHead(10, 8, 4, 2, codes_init=lambda *_: codes)
   with pytest.raises(ValueError, match=message):
-    abstract_variables(head)
-
-
-@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
-def test_a_negative_or_infinite_commitment_is_refused(value):
-  with pytest.raises(ValueError, match=f"`commitment` .*{value}"):
-    LearnedProductHead(7, 4, 3, 2, commitment=value).size()
-
-
-def test_initialisers_may_be_partitioned():
-  init = nn.with_partitioning(sub_vector_init, (None, "codes", None))
-  boxed = abstract_variables(ProductHead(11, 6, 3, 2, table_init=init))["params"]["tables"]
-  assert boxed.names == (None, "codes", None)
-  assert boxed.value.shape == (2, 3, 3)
-
-
-def test_initial_rows_have_unit_length_on_average():
-  head = ProductHead(500, 64, 50, 8)
-  variables = initial_variables(head)
-  rows = composed(variables["codes"]["codes"], variables["params"]["tables"])
-  np.testing.assert_allclose((rows**2).sum(-1).mean(), 1, rtol=0.1)
+    abstract_variables(ProductHead(10, 8, 4, 2, codes_init=lambda *_: codes))
 
 
 @pytest.mark.fast_cases(1)

@@ -5,7 +5,6 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from tests import reference
 from tests.contract import HeadContract
@@ -45,9 +44,3 @@ def test_it_starts_as_the_codebook_head_and_learns_to_distinguish_tokens_of_a_co
   logits, expected, gradient = results(program, initial_variables(head))
   np.testing.assert_allclose(logits, expected, rtol=1e-6, atol=1e-6)
   assert (gradient != 0).any()
-
-
-@pytest.mark.parametrize("rank", [0, 7])
-def test_a_rank_outside_the_width_is_refused(rank):
-  with pytest.raises(ValueError, match=f"`rank` .*{rank}"):
-    ResidualCodebookHead(20, 6, 4, rank).size()

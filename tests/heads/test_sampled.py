@@ -10,7 +10,7 @@ import pytest
 
 from tests import reference
 from tests.contract import HeadContract
-from tests.jitted import apply, make_step, random_variables, results
+from tests.jitted import make_step, random_variables, results
 from vqjax import DenseEmbedding, DenseHead, SampledSoftmaxHead
 from vqjax.heads.unigram import UnigramProposal
 from vqjax.lab.training import init_state
@@ -98,7 +98,7 @@ def test_a_tied_head_adds_its_gradient_to_the_table():
 
 
 @pytest.mark.slow
-def test_training_steps_draw_new_samples_and_learn():
+def test_training_steps_draw_new_samples():
   tokens = np.random.default_rng(3).integers(0, 31, (8, 5))
   batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
   model = Transformer(
@@ -114,31 +114,9 @@ def test_training_steps_draw_new_samples_and_learn():
   state, first = step(init_state(model, still, jax.random.key(0)), batch)
   _, second = step(state, batch)
   assert first["loss"] != second["loss"]
-  adam = optax.adam(0.02)
-  state = init_state(model, adam, jax.random.key(0))
-  step = make_step(model, adam, lambda _: 0.0, jax.random.key(1))
-  score = lambda state: -apply(model, {"params": state.params}, *batch.values(), method="log_prob")
-  before = float(score(state).mean())
-  for _ in range(60):
-    state, _ = step(state, batch)
-  assert score(state).mean() < 0.7 * before
 
 
 def test_a_unigram_proposal_follows_the_counts():
   counts = np.array([1, 0, 97, 2])
   log_q = UnigramProposal(counts)(4)
   np.testing.assert_allclose(np.exp(log_q), np.array([2, 1, 98, 3]) / 104, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    ({"samples": 0}, "samples.*0"),
-    ({"samples": 54}, "samples.*54"),
-    ({"softcap": 30.0}, "`softcap` .*30.0"),
-    ({"label_smoothing": 0.1}, "`label_smoothing` .*0.1"),
-  ],
-)
-def test_options_that_need_all_scores_are_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    SampledSoftmaxHead(53, 6, **({"samples": 5} | changes)).size()

@@ -46,19 +46,15 @@ def test_the_probability_of_a_code_is_what_it_is_without_a_bias():
   ],
 )
 def test_invalid_counts_are_refused(counts, message):
-  with pytest.raises(ValueError, match=message):
-    UnigramBias(counts, TABLE)(None, (7,))
-  with pytest.raises(ValueError, match=message):
-    UnigramProposal(counts)(7)
+  for make in (lambda: UnigramBias(counts, TABLE)(None, (7,)), lambda: UnigramProposal(counts)(7)):
+    with pytest.raises(ValueError, match=message):
+      make()
 
 
-@pytest.mark.parametrize("smoothing", [0.0, -1.0, float("nan")])
-def test_a_smoothing_that_is_not_positive_is_refused(smoothing):
-  with pytest.raises(ValueError, match=f"`smoothing` .*{smoothing}"):
-    UnigramProposal(COUNTS, smoothing)(7)
-
-
-@pytest.mark.parametrize("table", [TABLE[:6], TABLE - 1, TABLE.astype(float)])
-def test_an_assignment_that_does_not_fit_is_refused(table):
-  with pytest.raises(ValueError, match=r"assign"):
-    UnigramBias(COUNTS, table)(None, (7,))
+def test_a_smoothing_and_an_assignment_that_do_not_fit_are_refused():
+  for smoothing in (0.0, -1.0, float("nan")):
+    with pytest.raises(ValueError, match=f"`smoothing` .*{smoothing}"):
+      UnigramProposal(COUNTS, smoothing)(7)
+  for table in (TABLE[:6], TABLE - 1, TABLE.astype(float)):
+    with pytest.raises(ValueError, match="assign"):
+      UnigramBias(COUNTS, table)(None, (7,))

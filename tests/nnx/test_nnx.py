@@ -145,14 +145,6 @@ def test_the_methods_of_an_embedding_equal_those_of_the_linen_embedding(name):
   check_methods(abstract(name), __call__=(TOKENS,), table=(), loss_terms=(TOKENS,))
 
 
-@pytest.mark.parametrize("name", ["DPQHead", "ProductHead", "ComposedEmbedding"])
-def test_linen_variables_become_an_equal_layer(name):
-  layer = made(name)
-  again = layers.from_linen(layer.layer, jax.device_get(layer.linen_variables()))
-  assert type(again) is type(layer)
-  assert_equal(nnx.to_pure_dict(nnx.state(again)), nnx.to_pure_dict(nnx.state(layer)))
-
-
 def test_fields_sizes_and_axes_are_those_of_the_linen_layer():
   head = abstract("CodebookHead")
   assert (head.vocab, head.codes) == (V, 13)
@@ -376,17 +368,6 @@ def test_an_abstract_model_has_the_sharding_of_the_rules():
   assert not odd.weight.get_metadata().get("out_sharding")  # four devices do not divide 101 rows
   without = nnx.eval_shape(make)  # no mesh in context
   assert nnx.get_partition_spec(nnx.state(without))["weight"].get_value() == P("model", "data")
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_head_on_a_mesh_equals_that_on_one_device(kind):
-  mesh = jax.make_mesh((2, 4), ("data", "model"), (kind,) * 2)
-  head = made("CodebookHead")
-  expected = log_prob(head)
-  sharded = layers.from_linen(head.layer.clone(vocab_axis="model"), head.linen_variables())
-  with jax.set_mesh(mesh):
-    found = nnx.jit(lambda head: head.log_prob(HIDDEN, TOKENS))(sharded)
-  np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_an_optimizer_steps_on_explicit_axes():

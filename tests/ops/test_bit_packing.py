@@ -23,8 +23,8 @@ def test_what_no_integer_of_32_bits_counts_is_refused(codes):
 
 
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("columns", [1, 5, 25, 96])
-@pytest.mark.parametrize("codes", [2, 3, 8, 31, 256, 257, 70_000, 2**32])
+@pytest.mark.parametrize("columns", [1, 25])
+@pytest.mark.parametrize("codes", [2, 31, 257, 2**32])
 def test_rows_come_back_in_any_order_and_shape(codes, columns):
   bits, rows = bit_packing.bits_for(codes), 203
   table = np.random.default_rng(0).integers(0, codes, (rows, columns))

@@ -109,22 +109,6 @@ class TestLinearStudent:
     # A score of 500 is rounded to 3e-5.
     chex.assert_trees_all_close(tuple(found), exact, atol=1e-4, rtol=0)
 
-  def test_masked_tokens_contribute_exactly_zero_whatever_they_hold(self):
-    hidden, *rest = operands(13)
-    mask = np.arange(13) % 3 != 1
-    broken = np.where(mask[:, None], hidden, np.nan)
-
-    @jax.jit
-    @functools.partial(jax.grad, argnums=(1, 2))
-    def run(mask, *arrays):
-      return sum(x.sum() for x in linear_soft_target_loss(*arrays, mask=mask))
-
-    found = jax.device_get(run(mask, broken, *rest))
-    kept = lambda x: x[mask] if x.shape[0] == 13 else x
-    expected = run(None, *map(kept, (hidden, *rest)))
-    np.testing.assert_array_equal(found[0][~mask], 0)
-    chex.assert_trees_all_close((found[0][mask], found[1]), expected, atol=ATOL, rtol=0)
-
   @pytest.mark.slow
   def test_no_array_of_tokens_times_vocabulary_exists_and_a_frozen_teacher_costs_only_scores(self):
     n, d, e, v = 2053, 8, 16, 4099
@@ -329,7 +313,7 @@ class TestDivergence:
 
   # bfloat16 keeps 8 bits of hidden vectors, rows and probabilities; the values stay float32.
   @pytest.mark.slow
-  @pytest.mark.parametrize("mixture", [0, 0.5, 1])
+  @pytest.mark.parametrize("mixture", [0, 0.5])
   def test_bfloat16_operands_are_scored_and_summed_in_float32(self, mixture):
     arrays = [x.astype(jnp.bfloat16) for x in operands(64)[:4]]
     total = lambda *a: linear_divergence(*a, mixture=mixture, **scored(tile=(16, 10))).mean()
@@ -346,7 +330,7 @@ class TestDivergence:
 
   @pytest.mark.fast_cases(1)
   @pytest.mark.parametrize("shape", [MeshShape(1, 1, 8), MeshShape(2, 2, 2)])
-  @pytest.mark.parametrize("mixture", [0, 0.5, 1])
+  @pytest.mark.parametrize("mixture", [0, 0.5])
   def test_a_mesh_changes_neither_values_nor_gradients(self, mixture, shape):
     arrays = operands(3, 5)
 

@@ -11,10 +11,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests import reference
-from tests.ops.exact import normals
 from vqjax import linear_sample, linear_top_k
-from vqjax.ops import device, product, sampling
-from vqjax.ops.row_factory import RowFactory, columns
+from vqjax.ops import device, sampling
+from vqjax.ops.row_factory import columns
 
 V, D = 1009, 12
 
@@ -175,14 +174,6 @@ def test_columns_of_a_kernel_on_eight_devices():
   np.testing.assert_allclose(own, expected.max(axis=-1), atol=2e-5)
 
 
-def test_rows_may_be_composed():
-  codes = np.random.default_rng(1).integers(0, 7, (V, 3))
-  (tables,) = normals(2, (3, 7, 4))
-  hidden, run = operands()[0], lambda h, c, t: linear_top_k(h, RowFactory(c, t, product.compose), 4)
-  rows = tables[np.arange(3), codes].reshape(V, D)
-  check_best(jax.jit(run)(hidden, codes, tables), exact(hidden, rows), 4)
-
-
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_mesh_shards_the_vocabulary_and_the_tokens(kind):
@@ -211,19 +202,6 @@ def test_a_mesh_shards_the_vocabulary_and_the_tokens(kind):
   for tokens in certain:
     own = np.take_along_axis(expected, tokens[:, None], -1)[:, 0]
     np.testing.assert_allclose(own, expected.max(axis=-1), atol=2e-5)
-
-
-def test_draws_on_a_mesh_have_the_distribution():
-  hidden, weight, bias = operands()
-  rows = np.broadcast_to(hidden[0], (4000, D))
-  with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)):
-    draw = jax.jit(lambda h, w, b: linear_sample(h, jax.random.key(1), w, b, vocab_axis="model"))
-    drawn = np.asarray(draw(rows, weight, bias))
-  share = np.exp(exact(hidden[:1], weight, bias)[0]) * len(drawn)
-  counts = np.bincount(drawn, minlength=V)
-  some = share >= 5
-  counts, share = (np.append(x[some], x[~some].sum()) for x in (counts, share))
-  assert scipy.stats.chisquare(counts, share).pvalue > 1e-4
 
 
 def test_no_array_of_many_rows_times_the_vocabulary_is_made():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import jitted
-from vqjax import DenseHead, SampledSoftmaxHead, SigSoftmax, linear_softmax
+from vqjax import DenseHead, SigSoftmax, linear_softmax
 from vqjax.ops.scores import Softcap
 
 RAW = np.concatenate([np.linspace(-40, 40, 161), [-300, 90, 1000]])
@@ -43,19 +43,6 @@ def test_a_removed_row_has_no_probability_and_no_gradient():
   for found, exact in zip(gradients[1:], wanted[1:]):
     np.testing.assert_allclose(found[kept], exact, atol=1e-6)
     assert not found[1].any()
-
-
-@pytest.mark.parametrize(
-  "head",
-  [
-    DenseHead(7, 4, output=SigSoftmax(), softcap=3.0),
-    pytest.param(DenseHead(7, 4, output="sigsoftmax"), marks=pytest.mark.untyped),
-    SampledSoftmaxHead(7, 4, samples=3, output=SigSoftmax()),
-  ],
-)
-def test_heads_that_cannot_have_an_output_function_refuse_it(head):
-  with pytest.raises(ValueError, match="`output`"):
-    jax.eval_shape(head.init, jax.random.key(0), np.zeros((1, 4), np.float32))
 
 
 def test_rows_and_bias_of_a_head_with_an_output_function_are_not_read_alone():

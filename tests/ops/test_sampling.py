@@ -148,16 +148,6 @@ def test_scores_a_rounding_apart_are_told_apart_by_the_nucleus():
   assert np.isfinite(run(row[None])[:, 0]).tolist() == [True] * 16 + [False] * 48
 
 
-@pytest.mark.slow
-def test_temperature_comes_before_the_nucleus():
-  rows = np.broadcast_to(np.log([0.5, 0.3, 0.2]), (2000, 3))
-  # Squared, the first has 0.25 / 0.38 = 0.66 of the mass; as it is, only half.
-  draw = lambda x: (sample(x, 2, temperature=0.5, top_p=0.6), sample(x, 2, top_p=0.6))
-  cold, warm = compiled(draw)(rows)
-  assert set(cold.tolist()) == {0}
-  assert set(warm.tolist()) == {0, 1}
-
-
 def test_the_nucleus_of_many_scores_equals_that_of_stored_ones(monkeypatch):
   def run(x):
     blocks = sampling.nucleus(blocks_of(x, 10), 0.7)
@@ -204,14 +194,6 @@ def test_scores_that_are_not_stored_are_computed_eleven_times(monkeypatch):
 def test_a_mask_of_another_shape_is_refused(shape):
   with pytest.raises(ValueError, match=r"`allowed` must have shape \(37,\) or \(4, 37\); got"):
     sampling.allow(blocks_of(SCORES, 10), np.ones(shape, bool), 37)
-
-
-def test_a_numpy_mask_for_each_row_is_fine():
-  allowed = np.zeros((4, 37), bool)
-  allowed[np.arange(4), [3, 36, 0, 20]] = True
-  blocks = lambda x: sampling.allow(blocks_of(x, 10), allowed, 37)
-  draw = jax.jit(lambda x: sampling.draw(blocks(x), jax.random.key(0)))
-  assert draw(SCORES).tolist() == [3, 36, 0, 20]
 
 
 def test_sampling_works_with_64_bit_types_on():

@@ -209,17 +209,11 @@ def test_fields_outside_their_range_are_refused(quantizer, message):
     made(own, np.zeros((2, own.dim)))
 
 
-def test_a_quantiser_alone_needs_a_width():
+def test_vectors_and_masks_of_another_shape_and_a_quantiser_without_a_width_are_refused():
+  quantizer = SoftmaxQuantizer(K, M, D)
   with pytest.raises(ValueError, match="`dim` of SoftmaxQuantizer"):
     made(SoftmaxQuantizer(K, M))
-
-
-def test_vectors_of_another_width_are_refused():
   with pytest.raises(ValueError, match=r"`vectors` .*12.*13"):
-    made(SoftmaxQuantizer(K, M, D), np.zeros((2, 13)))
-
-
-def test_a_mask_of_another_shape_is_refused():
-  variables, _ = made(SoftmaxQuantizer(K, M, D))
+    made(quantizer, np.zeros((2, 13)))
   with pytest.raises(ValueError, match=r"`mask` .*\(13,\).*\(3,\)"):
-    trained(SoftmaxQuantizer(K, M, D), variables, vectors(), np.ones(3, bool))
+    trained(quantizer, made(quantizer)[0], vectors(), np.ones(3, bool))

@@ -206,15 +206,12 @@ def test_tables_that_do_not_fit_the_moments_are_refused():
     coded_table(table, moments, 1e-12)
   with pytest.raises(ValueError, match="`lam` must be positive"):
     coded_table(table, moments, 1.0, lam=0)
+  for smoothing in (0, -1, np.nan):
+    with pytest.raises(ValueError, match="`smoothing` must be positive and finite; got"):
+      probabilities(np.array([1.0, 0.0]), smoothing)
   table[17, 2] = np.inf
   with pytest.raises(ValueError, match="`table` must be finite; row 17"):
     coded_table(table, moments, 1.0)
-
-
-@pytest.mark.parametrize("smoothing", [0, -1, np.nan])
-def test_smoothing_must_be_positive(smoothing):
-  with pytest.raises(ValueError, match="`smoothing` must be positive and finite; got"):
-    probabilities(np.array([1.0, 0.0]), smoothing)
 
 
 def test_rounded_rows_are_the_nearest_multiples_of_the_step_and_every_few_those_of_all():

@@ -209,27 +209,16 @@ def test_a_file_that_is_cut_or_has_a_flipped_bit_in_its_header_is_named(stored_f
     np.testing.assert_array_equal(found, expected)
 
 
-NESTED = b'{"tables":' * 20_000
-
-
-@pytest.mark.parametrize(
-  "content", [b"", b"{", b"[]", b"{}", b"\xff", b'{"tables": {"a": 1}}', NESTED]
-)
-def test_a_damaged_manifest_is_named(content, tmp_path):
-  (tmp_path / "vqjax.json").write_bytes(content)
-  with pytest.raises(container.DamagedTableError, match="that does not name the tables"):
-    container.read_table(tmp_path)
-
-
-def test_a_flipped_bit_of_a_manifest_is_noticed(tmp_path):
-  path = tmp_path / "vqjax.json"
+def test_a_damaged_manifest_and_one_of_another_version_are_named(tmp_path):
+  path, nested = tmp_path / "vqjax.json", b'{"tables":' * 20_000
+  for content in (b"", b"{", b"[]", b"{}", b"\xff", b'{"tables": {"a": 1}}', nested):
+    path.write_bytes(content)
+    with pytest.raises(container.DamagedTableError, match="that does not name the tables"):
+      container.read_table(tmp_path)
   records.write(path, json.loads(manifest(report={"bytes": 12})))
   path.write_text(path.read_text().replace("12", "13"))
   with pytest.raises(container.DamagedTableError, match=r"vqjax.json with another checksum"):
     container.read_table(tmp_path)
-
-
-def test_a_manifest_of_another_version_is_refused(tmp_path):
   (tmp_path / "vqjax.json").write_text(manifest(version=99))
   with pytest.raises(ValueError, match=r"must be \('vqjax-compressed-table', 2\); got"):
     container.read_table(tmp_path)

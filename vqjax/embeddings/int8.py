@@ -83,7 +83,8 @@ class Int8Embedding(Embedding):
 def _scaled(per_row, shared):
   del shared
   level_WD, scale_WG = per_row
-  grouped_WGj = level_WD.reshape(*scale_WG.shape, -1).astype(jnp.float32)
+  group = level_WD.shape[-1] // scale_WG.shape[-1]
+  grouped_WGj = level_WD.reshape(*scale_WG.shape, group).astype(jnp.float32)
   return (grouped_WGj * scale_WG[..., None]).reshape(level_WD.shape)
 
 

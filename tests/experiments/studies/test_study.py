@@ -9,8 +9,10 @@ import pytest
 from rich.console import Console
 
 from experiments.studies import study_page
+from experiments.studies.held_out import single_tokens
 from experiments.studies.study import Study, StudyJob
 from experiments.studies.study_page import Spread
+from tests.fakes import FewWords
 
 
 @pytest.fixture
@@ -99,10 +101,27 @@ def test_a_line_that_is_not_a_result_is_named(study, line):
     study.read("smoke")
 
 
-@pytest.mark.parametrize("name", ["comparison", "dpq", "grouped", "vq_logits"])
+def study_of(name):
+  return importlib.import_module(f"experiments.studies.{name}.run").STUDY
+
+
+STUDIES = ["comparison", "dpq", "grouped", "vq_logits"]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_jobs_have_distinct_names_and_follow_those_that_they_need(name):
+  for scale in study_of(name).scales:
+    seen = set()
+    for job in study_of(name).jobs(scale):
+      assert job.name not in seen
+      assert seen.issuperset(job.needs)
+      seen.add(job.name)
+
+
+@pytest.mark.parametrize("name", STUDIES)
 def test_every_kept_result_is_of_the_configuration_that_the_code_has(name):
   """A code move must not change the identity of a result."""
-  study = importlib.import_module(f"experiments.studies.{name}.run").STUDY
+  study = study_of(name)
   identities = {job.name: job.identity() for job in study.jobs("cpu")}
   kept = {name: row["result"]["config_hash"] for name, row in study.read("cpu").items()}
   assert {name: identities.get(name) for name in kept} == kept
@@ -184,3 +203,13 @@ def test_a_wide_table_is_shown_in_parts_with_whole_numbers():
   lines = stream.getvalue().splitlines()
   assert max(map(len, lines)) <= 60
   assert all(f"{n}.25 ± {n}.75" in stream.getvalue() for n in range(9))
+
+
+def test_words_that_are_not_one_token_are_left_out():
+  tokens = single_tokens(FewWords("monday", "toronto", "bush"), ("monday", "friday", "toronto"))
+  assert tokens == {"monday": 2, "toronto": 3}
+
+
+def test_no_point_of_the_frontier_is_beaten_at_a_smaller_x():
+  points = [(8.0, 2.0), (1.0, 5.0), (2.0, 6.0), (4.0, 3.0), (4.0, 4.0)]
+  assert study_page.frontier(points) == [(1.0, 5.0), (4.0, 3.0), (8.0, 2.0)]

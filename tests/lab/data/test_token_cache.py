@@ -172,3 +172,16 @@ def test_a_cache_that_cannot_be_written_names_the_remedy(source, tmp_path, monke
   monkeypatch.setenv("VQJAX_CACHE", str(tmp_path / "text.txt" / "cache"))
   with pytest.raises(OSError, match=r"cannot write the token cache.*set VQJAX_CACHE"):
     encode_split(source, Wide(), "train")
+
+
+def test_counts_are_the_occurrences_of_each_token_of_the_vocabulary(source):
+  tokenizer = fit_tokenizer(source, WordTokenizer())
+  split, vocab = encode_split(source, tokenizer, "train"), tokenizer.vocab
+  found, of = token_cache.count_tokens(split, tokenizer), dataclasses.replace
+  assert found.dtype == np.int64
+  np.testing.assert_array_equal(found, np.bincount(split.tokens, minlength=vocab))
+  assert found[tokenizer.eos[0]] == split.documents
+  empty = token_cache.count_tokens(of(split, tokens=np.zeros(0, np.uint16)), tokenizer)
+  assert empty.tolist() == [0] * vocab
+  with pytest.raises(ValueError, match=rf"tokens in \[0, {vocab}\); got {vocab}"):
+    token_cache.count_tokens(of(split, tokens=np.array([0, vocab], np.uint16)), tokenizer)

@@ -110,13 +110,6 @@ def test_every_topology_of_the_table_is_known_to_the_compiler(kind):
     assert len(devices) == math.prod(int(n) for n in layout.split("x"))
 
 
-def test_an_unknown_topology_lists_those_that_exist(capsys):
-  code, error = called(capsys, "--topology", "v5e:32x32")
-  assert code == 2
-  assert "'v5e:32x32'" in error
-  assert "16x16" in error
-
-
 def test_a_missing_compiler_names_the_extra(capsys, monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   code, error = called(capsys, "--topology", "v5e:4x4")
@@ -133,15 +126,15 @@ def test_a_missing_compiler_names_the_extra(capsys, monkeypatch):
     (["--devices", "4096"], "`count` must be at most 8"),
     (["--devices", "8", "--vocab", "-1"], "`--vocab` must be at least 1; got -1"),
     ([], "`--topology` and `--devices`"),
+    (["--topology", "v5e:32x32"], "'v5e:32x32'"),
+    (["--topology", "v5e:32x32"], "16x16"),
   ],
 )
 def test_a_wrong_call_names_the_remedy(capsys, arguments, message):
   code, error = called(capsys, *arguments)
   assert code == 2
   assert message in error
-
-
-def test_a_vocabulary_of_the_tokenizer_must_be_given(capsys):
+  # The vocabulary of a tokenizer must be given.
   assert command.main([CONFIG, "--devices", "8"]) == 2
   assert "`--vocab` must be given" in capsys.readouterr().err
 

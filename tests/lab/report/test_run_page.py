@@ -26,8 +26,11 @@ class Reader(html.parser.HTMLParser):
       assert self.open.pop() == tag
 
 
-def test_a_page_is_whole_replaces_an_older_one_and_loads_nothing(demo, tmp_path):
+def test_a_page_is_whole_replaces_an_older_one_and_loads_nothing(
+  demo, write_run, finished, tmp_path
+):
   out = tmp_path / "out"
+  write_run("e_odd", finished("<i>&", perplexity=123.456789))
   for title in ("old", "A <b> & c"):
     report.write_run_page(report.read_runs(demo), out / "page.html", title=title)
   assert [file.name for file in out.iterdir()] == ["page.html"]
@@ -45,12 +48,9 @@ def test_a_page_is_whole_replaces_an_older_one_and_loads_nothing(demo, tmp_path)
   # Names and errors are escaped; every run has its origin, and numbers are plotted.
   assert "<title>A &lt;b&gt; &amp; c</title>" in page
   assert "loss is nan &lt;b&gt;" in page
+  assert "&lt;i&gt;&amp;" in page
+  assert "<i>" not in page
+  assert 'title="123.456789">123.46</td>' in page
   for origin in ("0123456789ab", "c0ffee", ">17<", "0.10.0", "2026-01-02", ">cpu<"):
     assert origin in page
   assert page.count("<svg") == 2
-
-
-def test_a_page_without_anything_to_plot_has_no_plot(write_run, tmp_path):
-  runs = report.read_runs(write_run("started", None, steps=0))
-  report.write_run_page(runs, tmp_path / "page.html")
-  assert "<svg" not in (tmp_path / "page.html").read_text()

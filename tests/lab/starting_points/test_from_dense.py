@@ -15,7 +15,6 @@ from vqjax import (
   CodebookHead,
   DenseEmbedding,
   DenseHead,
-  LearnedProductHead,
   ProductHead,
   ResidualCodebookHead,
   assign,
@@ -42,27 +41,6 @@ def log_prob(experiment, variables):
   model = load_text(experiment).experiment.model
   tokens = np.arange(16).reshape(2, 8)
   return apply(model, variables, tokens, tokens[:, ::-1], method="log_prob")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("head", "target", "atol"),
-  [
-    (CodebookHead(V, D, 0), convert.ToCodebook(convert.Fixed(assign.contiguous)), 1e-5),
-    (ResidualCodebookHead(V, D, 4, D), convert.ToResidual(convert.KMeans()), 2e-4),
-    (ProductHead(V, D, 0, 4, True), convert.ToProduct(power=0.5, iterations=60), 2e-4),
-    (LearnedProductHead(V, D, 0, 2), convert.ToLearnedProduct(), 2e-4),
-  ],
-)
-def test_a_head_that_can_represent_all_rows_reproduces_the_dense_model(dense, head, target, atol):
-  experiment, folder = dense
-  vocab = load_text(experiment).experiment.model.head.vocab
-  assert vocab <= 57
-  # A code for each token, but for the residual head.
-  head = head.clone(codes=head.codes or vocab)
-  made = converted(experiment, folder, head, target, name="x")
-  found = log_prob(made, tiny.begun(made)[1])
-  np.testing.assert_allclose(found, log_prob(experiment, read_run_variables(folder)[0]), atol=atol)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import pytest
 
 from tests import tiny
+from tests.lab.training.launcher import Launcher
 from vqjax import CodebookHead
 from vqjax.lab.config import FROM_TOKENIZER
 
@@ -17,3 +18,10 @@ def text_folder(tmp_path):
 def experiment(text_folder):
   """Forty steps of a codebook decoder, on a text that the test may change."""
   return tiny.experiment(text_folder, CodebookHead(FROM_TOKENIZER, 16, codes=8, token_bias=True))
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+  made = Launcher(tmp_path_factory.mktemp("processes"))
+  with made.stack:
+    yield made

@@ -1,147 +1,76 @@
 """A process that is killed or stopped by a signal resumes bitwise."""
 
-import json
 import os
-import pathlib
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
 
-from tests import tiny
-from vqjax.lab import signals
+from tests.lab.training.launcher import finish, finish_well
 from vqjax.lab.training.interrupt import deferred_signals
+from vqjax.lab.training.run_folder import read_result
 
-ROOT = pathlib.Path(__file__).parents[3]
-
-CONFIG = '''
-"""A tiny decoder."""
-
-from vqjax import DenseEmbedding, GroupedHead
-from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import Text, Windows, WordTokenizer
-from vqjax.lm.models import Transformer
-
-
-def experiment():
-  return Experiment(
-    name="crash",
-    model=Transformer(
-      embedding=DenseEmbedding(FROM_TOKENIZER, 16), head=GroupedHead(FROM_TOKENIZER, 16),
-      dim=16, layers=1, heads=2, context=8, dropout=0.1,
-    ),
-    data=Text(), tokenizer=WordTokenizer(), loader=Windows(),
-    train=Train(steps=150, batch=4, log_every=1, eval_every=50, save_every=25, warmup=10),
-  )
-'''
+ALONE = {"processes": 1, "devices": 1}
+LONG = "train.steps=60", "train.eval_every=20", "train.save_every=10"
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory):
-  """Starts the training command in a process: run folder -> Popen."""
-  root = tmp_path_factory.mktemp("crash")
-  config, text = root / "crash.py", tiny.write_text(root / "text")
-  config.write_text(CONFIG)
-
-  def start(run, *overrides):
-    call = [sys.executable, "-m", "vqjax.cli", "train", str(config), f"data.path={text}"]
-    call += ["data.valid_fraction=0.2", "data.test_fraction=0.2", *overrides, "--run", str(run)]
-    env = os.environ | {"VQJAX_CACHE": str(root / "cache")}
-    pipe = subprocess.PIPE
-    # A shell makes programs in the background ignore some of the signals.
-    default = lambda: [signal.signal(signum, signal.SIG_DFL) for signum in signals.STOPS]
-    options = {"cwd": ROOT, "env": env, "text": True, "preexec_fn": default}
-    return subprocess.Popen(call, stdout=pipe, stderr=pipe, **options)
-
-  return start
-
-
-@pytest.fixture(scope="module")
-def whole(command, tmp_path_factory):
-  """Folder of a run that was never stopped."""
-  run = tmp_path_factory.mktemp("whole") / "run"
-  finish(command(run))
-  return run
-
-
-def wait_for_step(run, step, process):
-  deadline = time.monotonic() + 120
-  while time.monotonic() < deadline and process.poll() is None:
-    path = run / "metrics.jsonl"
-    if path.exists() and path.read_text().count("\n") >= step:
-      return
-    time.sleep(0.005)
-  assert process.poll() is None, process.communicate()[1]
-
-
-def digests(run):
-  """Returns the step, checksums, data position and loss of the newest checkpoint."""
-  newest = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
-  record = json.loads((run / "checkpoints" / str(newest) / "record" / "metadata").read_text())
-  position = record["position"]
-  return newest, record["arrays"], position["data"], position["loss"]
-
-
-def finish(process):
-  out, err = process.communicate(timeout=200)
-  assert process.returncode == 0, err
-  return out
+def whole(launcher):
+  """The name of a run that was never stopped."""
+  finish_well(launcher.start("whole", *LONG, **ALONE))
+  return "whole"
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_fit_in_memory_is_one_line(command, tmp_path):
-  started = command(tmp_path / "run", "model.layers=100_000_000")
+def test_a_model_that_does_not_fit_in_memory_is_one_line(launcher):
+  (started,) = launcher.start("large", "model.layers=100_000_000", **ALONE)
   resource.prlimit(started.pid, resource.RLIMIT_AS, (2**33, 2**33))
-  _, err = started.communicate(timeout=200)
-  assert started.returncode == 1
+  ((code, err),) = finish([started])
+  assert code == 1
   assert err.splitlines()[-1].startswith("error: out of memory (RESOURCE_EXHAUSTED")
 
 
 @pytest.mark.slow
-def test_a_run_killed_twice_ends_bitwise_like_one_that_was_not(command, whole, tmp_path):
-  parts = tmp_path / "parts"
-  for step in (3, 122):  # before the first checkpoint, and after the fourth
-    process = command(parts)
-    wait_for_step(parts, step, process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-  finish(command(parts))
-  assert tiny.rows(parts) == tiny.rows(whole)
-  assert digests(parts) == digests(whole)
-  results = [json.loads((run / "result.json").read_text()) for run in (whole, parts)]
+def test_a_run_killed_twice_ends_bitwise_like_one_that_was_not(launcher, whole):
+  for step in (3, 48):  # before the first checkpoint, and after the fourth
+    processes = launcher.start("killed", *LONG, **ALONE)
+    launcher.wait_for_step("killed", step, processes)
+    processes[0].send_signal(signal.SIGKILL)
+    processes[0].wait()
+  finish_well(launcher.start("killed", *LONG, **ALONE))
+  assert launcher.rows("killed") == launcher.rows(whole)
+  assert launcher.checkpoint("killed", 60) == launcher.checkpoint(whole, 60)
+  results = [read_result(launcher.folder / run) for run in (whole, "killed")]
   assert results[0]["test"] == results[1]["test"]
   assert results[0]["train"]["loss"] == results[1]["train"]["loss"]
 
 
 @pytest.mark.slow
-def test_a_run_killed_before_its_result_only_measures_again(command, whole, tmp_path):
-  run = shutil.copytree(whole, tmp_path / "run")
+def test_a_run_killed_before_its_result_only_measures_again(launcher, whole):
+  run = shutil.copytree(launcher.folder / whole, launcher.folder / "measured")
   (run / "result.json").unlink()
-  finish(command(run))
-  first, again = (json.loads((f / "result.json").read_text())["train"] for f in (whole, run))
+  finish_well(launcher.start("measured", *LONG, **ALONE))
+  first, again = (read_result(launcher.folder / name)["train"] for name in (whole, "measured"))
   assert again["loss"] == first["loss"]
   assert again["tokens_per_second"] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_a_signal_finishes_the_step_and_saves(command, tmp_path, signum):
-  run = tmp_path / "run"
-  process = command(run)
-  wait_for_step(run, 30, process)
-  process.send_signal(signum)
-  _, err = process.communicate(timeout=100)
-  assert process.returncode == 128 + signum
-  assert f"stopped by {signum.name} after step" in err
+def test_a_signal_finishes_the_step_and_saves(launcher):
+  processes = launcher.start("signalled", *LONG, **ALONE)
+  launcher.wait_for_step("signalled", 30, processes)
+  processes[0].send_signal(signal.SIGHUP)
+  ((code, err),) = finish(processes)
+  assert code == 128 + signal.SIGHUP
+  assert "stopped by SIGHUP after step" in err
   assert "Traceback" not in err
-  newest, *_ = digests(run)
+  newest = max(launcher.saved("signalled"))
   assert f"after step {newest}, which is saved" in err
-  assert tiny.rows(run)[-1]["step"] == newest
+  assert launcher.rows("signalled")[-1]["step"] == newest
 
 
 @pytest.fixture

@@ -15,20 +15,12 @@ from vqjax import (
   DPQEmbedding,
   GroupedHead,
 )
-from vqjax.lab.config import Experiment, Train
-from vqjax.lab.data import Windows
 from vqjax.lab.training import (
   evaluate,
   init_state,
-  learning_rate,
   make_scorer,
-  optimizer,
 )
-from vqjax.lab.training.checkpoint import Checkpoints
-from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.step import state_checksums
 from vqjax.lm.models import Transformer
-from vqjax.sharding import MeshShape, make_mesh
 
 
 def decoder(dropout=0.0):
@@ -50,19 +42,6 @@ def batch():
 
 
 @pytest.mark.slow
-def test_micro_batches_give_the_gradient_of_the_whole_batch(batch):
-  model, transform = decoder(), optax.sgd(1.0)
-  found = {}
-  for parts in (1, 3, 6):
-    state = init_state(model, transform, jax.random.key(0))
-    step = make_step(model, transform, lambda _: 1.0, jax.random.key(1), parts)
-    found[parts] = step(state, batch)
-  for parts in (3, 6):
-    # Sums over six rows of float32 in another order, of entries up to 7: 6 · 7 · 2^-24.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2.5e-6), found[1], found[parts])
-
-
-@pytest.mark.slow
 def test_a_step_repeats_itself_bitwise_and_differs_from_the_next(batch):
   model, transform = decoder(dropout=0.5), optax.sgd(0.0)
   step = make_step(model, transform, lambda _: 0.0, jax.random.key(1))
@@ -74,16 +53,6 @@ def test_a_step_repeats_itself_bitwise_and_differs_from_the_next(batch):
     losses.append((float(first["loss"]), float(second["loss"])))
   assert losses[0] == losses[1]
   assert losses[0][0] != losses[0][1]
-
-
-@pytest.mark.slow
-def test_the_loss_is_in_nats_and_starts_near_that_of_a_uniform_guess(batch):
-  model, transform = decoder(), optimizer(Train(warmup=0))
-  state = init_state(model, transform, jax.random.key(0))
-  step = make_step(model, transform, learning_rate(Train(warmup=0)), jax.random.key(1))
-  _, metrics = step(state, batch)
-  assert set(metrics) == {"loss", "grad_norm", "learning_rate"}
-  np.testing.assert_allclose(metrics["loss"], np.log(11), atol=1.0)
 
 
 @pytest.mark.slow
@@ -104,23 +73,6 @@ def test_auxiliary_terms_join_the_loss_and_the_metrics(batch):
   np.testing.assert_allclose(norms["with"]["head/penalty"], 3.0, rtol=1e-2)
   np.testing.assert_allclose(norms["with"]["loss"], norms["without"]["loss"], rtol=1e-6)
   assert norms["with"]["grad_norm"] != norms["without"]["grad_norm"]
-
-
-@pytest.mark.slow
-def test_a_checksum_notices_one_bit_a_swap_and_a_sign():
-  state = init_state(decoder(), optax.adam(1.0), jax.random.key(0))
-  before = np.asarray(state_checksums(state))
-  weight = state.params["embedding"]["weight"]
-  changes = {
-    "bit": weight.at[3, 2].set(jnp.nextafter(weight[3, 2], jnp.float32(9))),
-    "swap": weight.at[jnp.array([0, 1])].set(weight[jnp.array([1, 0])]),
-    "sign of zero": weight.at[0, 0].set(-0.0),
-  }
-  zero = state.replace(params=state.params | {"embedding": {"weight": weight.at[0, 0].set(0.0)}})
-  reference = {"bit": before, "swap": before, "sign of zero": np.asarray(state_checksums(zero))}
-  for name, changed in changes.items():
-    other = state.replace(params=state.params | {"embedding": {"weight": changed}})
-    assert (np.asarray(state_checksums(other)) != reference[name]).sum() == 1, name
 
 
 @pytest.mark.slow
@@ -160,12 +112,15 @@ def test_micro_batches_with_different_numbers_of_targets_add_up_to_the_batch(bat
   targets[0, 1:] = -1
   model, transform = decoder(), optax.sgd(0.1)
   found = []
-  for accumulate in (1, 2):
+  for accumulate in (1, 2, 3, 6):
     state = init_state(model, transform, jax.random.key(0))
     step = make_step(model, transform, lambda _: 0.1, jax.random.key(1), accumulate)
     state, metrics = step(state, batch | {"targets": targets})
     found.append((state.params, metrics["loss"], metrics["grad_norm"]))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), *found)
+  # Sums over six rows of float32 in another order.
+  near = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5)
+  for parts in found[1:]:
+    jax.tree.map(near, found[0], parts)
 
 
 class Counting(CodebookHead):
@@ -224,24 +179,3 @@ def test_an_evaluation_writes_nothing():
   score = evaluate(make_scorer(counting_model()), variables, [text_batch()], 100)
   assert score.tokens == 64
   jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(variables))
-
-
-@pytest.mark.slow
-def test_variables_that_the_model_writes_are_sharded_and_saved(tmp_path):
-  experiment = Experiment(
-    "counting", counting_model(), None, None, Windows(), Train(batch=8, steps=2)
-  )
-  on = Program(experiment, make_mesh(MeshShape(2, 2, 2)))
-  state, _ = on.step(on.init(keys(0)[0]), on.place(text_batch()))
-  counts = state.model_state["counts"]["head"]
-  assert int(counts["passes"]) == 1
-  assert float(counts["seen"].sum()) == 64
-  assert counts["seen"].addressable_shards[0].data.shape == (8,)
-  checkpoints = Checkpoints(tmp_path, keep=1)
-  checkpoints.save(state, {})
-  checkpoints.wait()
-  found = checkpoints.restore(on.abstract_state).state.model_state
-  checkpoints.close()
-  jax.tree.map(
-    np.testing.assert_array_equal, jax.device_get(found), jax.device_get(state.model_state)
-  )

@@ -32,25 +32,15 @@ def recurrent(experiment):
 
 
 @pytest.mark.slow
-def test_a_recurrent_model_learns_and_resumes_with_its_carry(recurrent, tmp_path):
+def test_a_recurrent_model_resumes_with_its_carry(recurrent, tmp_path):
   """A run that is stopped in the middle of its streams ends bitwise as if it had not been."""
-  train = dataclasses.replace(
-    recurrent.train, optimizer=None, learning_rate=2e-2, steps=240, eval_every=240, save_every=60
-  )
-  recurrent = dataclasses.replace(recurrent, train=train)
   whole = fit(recurrent, tmp_path / "whole")
-  assert whole["train"]["loss"] < 3.75  # the uniform distribution has 4
   tiny.fit_and_interrupt(recurrent, tmp_path / "parts", 13)
   resumed = fit(recurrent, tmp_path / "parts")
   assert resumed["test"] == whole["test"]
   states = [read_run_variables(tmp_path / name)[0] for name in ("whole", "parts")]
   jax.tree.map(np.testing.assert_array_equal, *states)
   assert np.abs(states[0]["carry"]["state"]).max() > 0
-
-
-@pytest.mark.slow
-def test_a_run_with_plain_descent_finishes(recurrent, tmp_path):
-  assert fit(recurrent, tmp_path / "run")["status"] == "finished"
 
 
 def test_micro_batches_of_a_model_with_a_carry_are_refused(recurrent):

@@ -106,8 +106,7 @@ def test_wrong_sizes_are_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [MeshShape(data=1), MeshShape(data=2, model=2)])
-def test_it_learns_topics(tmp_path, mesh):
+def test_it_learns_topics(tmp_path):
   """Words of four topics: the class is that of most words."""
   (tmp_path / "news").mkdir()
   (tmp_path / "news" / "classes.txt").write_text("a\nb\nc\nd\n")
@@ -136,7 +135,9 @@ def test_it_learns_topics(tmp_path, mesh):
     data=AGNews(str(tmp_path / "news")),
     tokenizer=WordTokenizer(lowercase=True),
     loader=Documents(),
-    train=Train(steps=60, batch=16, learning_rate=1e-2, warmup=5, eval_every=30, mesh=mesh),
+    train=Train(
+      steps=60, batch=16, learning_rate=1e-2, warmup=5, eval_every=30, mesh=MeshShape(2, 1, 2)
+    ),
   )
   result = fit(made, tmp_path / "run")
   assert result["test"]["accuracy"] > 0.8

@@ -153,14 +153,8 @@ def test_masks_of_a_step_are_the_same_in_any_process(long):
       np.testing.assert_array_equal(part[name], whole[name][rows])
 
 
-def test_masks_of_an_evaluation_are_always_the_same(long):
-  first, again = (list(Masked().whole(long, batch=8, context=64)) for _ in range(2))
-  for a, b in zip(first, again, strict=True):
-    np.testing.assert_array_equal(a["inputs"], b["inputs"])
-  assert Masked().text_bytes(long) is None
-
-
 def test_masks_of_an_evaluation_do_not_depend_on_the_batch(long):
+  assert Masked().text_bytes(long) is None
   found = []
   for size in (3, 8):
     batches = [b["targets"] for b in Masked().whole(long, batch=size, context=32)]

@@ -91,13 +91,6 @@ def test_decoding_step_by_step_gives_the_hidden_vectors_of_training(inputs, tran
     np.testing.assert_allclose(one, whole[:, at], atol=1e-5)
 
 
-def test_the_target_may_have_an_embedding_of_its_own(inputs):
-  shared, own = translator(), translator(target_embedding=DenseEmbedding(V, D))
-  params = lambda model: jax.eval_shape(lambda: initialised(model, inputs))["params"]
-  assert "target_embedding" not in params(shared)
-  assert params(own)["target_embedding"]["weight"].shape == (V, D)
-
-
 @both
 @pytest.mark.parametrize("options", [{}, {"target_embedding": DenseEmbedding(V, D)}])
 def test_every_variable_has_its_axes(inputs, translator, options):

@@ -1,7 +1,6 @@
 """The study of the grouped head: rows, tables, the page and the command."""
 
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import pytest
 from configs.grouped.lm import dense, language_model
 from experiments.studies.grouped import report, rows, run
 from experiments.studies.grouped.judge import Grades, Judge
-from experiments.studies.study_page import DOCS
 from tests import tiny
 from vqjax.lab.config import with_vocab
 from vqjax.lab.data import WordTokenizer
@@ -79,35 +77,6 @@ def test_a_language_model_that_was_run_has_its_perplexity_and_difference_and_bot
   assert not any(model.startswith("lm-128: GPT") for model in grades.model)
 
 
-def test_a_difference_needs_both_models(results):
-  frame = report.page_tables(results, "cpu", None)["differences"]
-  assert frame.to_dict("records") == [
-    {"model": "lm-128: grouped", "control": "GPT-2", "difference": "+0.125"}
-  ]
-
-
-def test_picture_rates_are_per_cent_and_a_failed_run_says_so(results):
-  results["pictures/grouped"] = kept(5.0)
-  results["pictures/grouped"]["result"]["test"] |= {"accuracy": 0.25, "group_accuracy": 0.5}
-  results["pictures/dense"] = FAILED
-  frame = report.page_tables(results, "cpu", None)["pictures"]
-  row = cells(frame, "CNN, grouped")
-  assert (row["accuracy, %"], row["of the group, %"]) == ("25.0", "50.0")
-  assert row["paper's parameters"] == "10,340,999"
-  assert cells(frame, "CNN, dense")["accuracy, %"] == "failed"
-
-
-def test_memory_and_speed_are_beside_the_papers(cost):
-  frames = report.page_tables({}, "cpu", cost)
-  row = cells(frames["memory"], "128 (8.1 M): grouped")
-  assert (row["compiled"], row["recomputing"], row["of GPT-2"]) == ("7.00", "1.00", "0.17")
-  assert row["paper, GB"] == "3.8"
-  assert cells(frames["memory"], "2048 (659 M): GPT-2")["paper, GB"] == "oom"
-  row = cells(frames["speed"], "128 (8.1 M): grouped")
-  assert (row["of GPT-2"], row["of its GPT-2"]) == ("6.00×", "2.89×")
-  assert (row["GMAC"], row["with attention"], row["paper's GFLOPs"]) == ("4.00", "4.50", "0.83")
-
-
 def test_a_step_that_the_compiler_refused_has_failed_and_another_is_missing(cost):
   models = cost["steps"]["128"]
   del models["grouped"]["without_remat"]
@@ -135,38 +104,11 @@ def test_quick_measurements_of_the_bench_are_left_out(cost, tmp_path):
   assert read["provenance"].keys() == {"steps"}
 
 
-@pytest.mark.slow
-def test_rendering_reproduces_the_page_and_rendering_again_changes_nothing(tmp_path):
-  (tmp_path / "results").mkdir()
-  for name in ("grouped.md", "bench.json"):
-    shutil.copy(DOCS / "results" / name, tmp_path / "results" / name)
-  results = run.STUDY.read("cpu")
-  paths = report.update(results, tmp_path)
-  first = [path.read_bytes() for path in paths]
-  assert first[0] == (DOCS / "results" / "grouped.md").read_bytes()
-  assert report.update(results, tmp_path) == paths
-  assert [path.read_bytes() for path in paths] == first
-
-
 def test_every_row_of_the_paper_is_a_row_of_the_study():
   jobs = {job.name for job in run.jobs("paper")}
   steps = {f"{dim}/{model}" for dim in report.WIDTHS for model in report.MODELS}
   for table, of_rows in report.PAPER.items():
     assert of_rows.keys() <= (steps if table in ("2", "3") else jobs)
-
-
-@pytest.mark.parametrize("scale", ["smoke", "cpu", "paper"])
-def test_no_two_jobs_of_a_scale_have_one_name(scale):
-  names = [job.name for job in run.jobs(scale)]
-  assert len(set(names)) == len(names)
-  assert {"pictures/dense", "pictures/grouped", "wide/grouped", "top/wide"} <= set(names)
-
-
-def test_numbers_of_groups_are_the_papers_divisors():
-  assert len(rows.ABLATED) == 64 - 8
-  assert all(rows.FACTORED % groups == 0 for groups in rows.ABLATED)
-  assert len(rows.FEW_GROUPS) == 12
-  assert set(rows.FEW_GROUPS) <= set(rows.ABLATED)
 
 
 @pytest.mark.parametrize(

@@ -47,15 +47,6 @@ def test_decoders_and_batches_have_the_papers_sizes(corpus):
 
 
 @pytest.mark.parametrize("corpus", PAPER)
-def test_a_codebook_has_codes_times_width_parameters(corpus):
-  dim, sizes = PAPER[corpus][1], PAPER[corpus][-1]
-  for codes in sizes:
-    experiment = made(corpus, f"codebook-{codes}")
-    assert parameters(experiment.model)["head"] == codes * dim
-    assert experiment.name == f"vq-{corpus}-codebook-{codes}"
-
-
-@pytest.mark.parametrize("corpus", PAPER)
 def test_files_load_and_their_data_can_be_overridden(corpus):
   loaded = load_config(CONFIGS / f"vq_logits/{corpus}.py")
   assert config_hash(loaded) == config_hash(made(corpus))

@@ -60,8 +60,8 @@ def move(given, **more):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("scale", [0.1, 4.0])
+@pytest.mark.parametrize("seed", range(2))
 def test_the_sample_gains_at_least_what_is_promised(seed, scale, bias):
   given = problem(seed, bias=bias, scale=scale)
   found = move(given)

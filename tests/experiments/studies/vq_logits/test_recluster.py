@@ -10,7 +10,7 @@ from experiments.studies.vq_logits.recluster import Recluster
 from tests import tiny
 from vqjax import CodebookEmbedding, CodebookHead, DenseHead
 from vqjax.lab import starting_points
-from vqjax.lab.config import FROM_TOKENIZER, override
+from vqjax.lab.config import FROM_TOKENIZER
 from vqjax.lab.training import fit, read_run_variables
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.run_folder import load_text
@@ -122,14 +122,9 @@ def test_only_an_untied_codebook_head_can_be_reclustered(experiment):
     program, _ = on(dataclasses.replace(experiment, model=model), 1, 1, 1)
     with pytest.raises(ValueError, match=f"got {kind}. Set recluster to None"):
       Recluster(5, 10).on(program, None)
-
-
-@pytest.mark.slow
-def test_the_student_of_a_distillation_cannot_be_reclustered(experiment):
+  own = {"embedding": experiment.model.embedding.clone(), "head": DenseHead(FROM_TOKENIZER, 16)}
+  model = starting_points.Distilled(experiment.model, experiment.model.clone(**own))
   train = dataclasses.replace(experiment.train, trainable=("student",))
-  student = experiment.model
-  own = {"embedding": student.embedding.clone(), "head": DenseHead(FROM_TOKENIZER, 16)}
-  model = starting_points.Distilled(student, student.clone(**own))
   program, _ = on(dataclasses.replace(experiment, model=model, train=train), 1, 1, 1)
   with pytest.raises(ValueError, match="got a Distilled, whose head is inside another"):
     Recluster(5, 10).on(program, None)
@@ -145,8 +140,3 @@ def test_the_student_of_a_distillation_cannot_be_reclustered(experiment):
 def test_numbers_outside_their_range_are_refused(numbers, message):
   with pytest.raises(ValueError, match=message):
     Recluster(*numbers)
-
-
-def test_the_command_line_sets_the_fields_of_recluster(experiment):
-  moving = with_recluster(experiment, Recluster(10, 30))
-  assert override(moving, ["recluster.every=5"]).recluster == Recluster(5, 30)

@@ -1,16 +1,13 @@
 """Tests of the tables, the page and the published numbers of the VQ-Logits study."""
 
-import io
 import shutil
 
 import pytest
-from rich.console import Console
 
-from experiments.studies.study_page import DOCS, Spread, show_frame
+from experiments.studies.study_page import DOCS, Spread
 from experiments.studies.vq_logits import report
 from experiments.studies.vq_logits.report import ABLATIONS, MAIN, PAPER
 from experiments.studies.vq_logits.rows import rows
-from experiments.studies.vq_logits.run import STUDY
 from experiments.studies.vq_logits.settings import SCALES
 
 FULL_BYTES = 10_000 * 128 * 4
@@ -90,14 +87,6 @@ def test_perplexity_of_a_codebook_is_its_floor_times_that_of_the_code(results):
   assert measured(results, "product").code_perplexity is None
 
 
-def test_tables_show_measured_and_published_numbers(results):
-  full = row_of(results, "Full softmax")
-  assert (full["measured"], full["seeds"]) == ("110.0 ± 14.1", "2")  # |120 - 100| / sqrt 2
-  codebook = row_of(results, "VQ-Logits (K=256)")
-  assert (codebook["paper"], codebook["paper, % over full"]) == ("58.1", "+5.3")
-  assert (codebook["head bytes"], codebook["of full"]) == ("167 KiB", "0.033×")
-
-
 def test_a_missing_row_has_only_the_papers_numbers(results):
   row = row_of(results, "VQ-Logits (K=512)")
   assert (row["paper"], row["paper, % over full"], row["seeds"]) == ("56.9", "+3.1", "0")
@@ -159,30 +148,8 @@ def test_published_perplexities_of_equal_codes_are_below_their_floor():
     assert float(PAPER["Table 6"][row]["perplexity"]) < floor
 
 
-@pytest.mark.slow
-def test_the_page_has_the_kept_results_and_rendering_again_changes_nothing(docs):
-  committed = (DOCS / "results" / "vq_logits.md").read_text()
-  page, *figures = report.update(STUDY.read("cpu"), docs)
-  assert page.read_text() == committed
-  pixels = [path.read_bytes() for path in figures]
-  report.update(STUDY.read("cpu"), docs)
-  assert page.read_text() == committed
-  assert [path.read_bytes() for path in figures] == pixels
-  for path in figures:
-    assert f"(../images/{path.name})" in committed
-
-
 def test_a_page_without_results_or_benches_has_the_papers_numbers(docs):
   (docs / "results" / "bench.json").unlink()
   page, *figures = report.update({}, docs)
   assert [path.name for path in figures] == ["vq-codes.png"]
   assert "| VQ-Logits (K=1024)" in page.read_text()
-
-
-def test_consoles_show_the_tables(results):
-  stream = io.StringIO()
-  for title, table in report.shown_tables(results, "smoke").items():
-    show_frame(Console(file=stream, width=80), title, table)
-  shown = stream.getvalue()
-  assert "Table 10" in shown
-  assert max(map(len, shown.splitlines())) <= 80

@@ -1,0 +1,92 @@
+"""Pages have the figures of the results that are kept."""
+
+import functools
+import importlib
+import json
+import shutil
+
+import pytest
+
+from experiments import (
+  article,
+  bottleneck,
+  gemma_compression,
+  routed,
+  small_models,
+  trimming,
+  tuned_lens,
+)
+from experiments.bench import speculation_report
+from experiments.studies import study_page
+from experiments.studies.study_page import DOCS
+
+
+def kept(name):
+  return json.loads((DOCS / "results" / name).read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+  ("shown", "name", "page"),
+  [
+    (gemma_compression.shown, "compression.json", "compression.md"),
+    (gemma_compression.shown, "compression-packed.json", "compression.md"),
+    (small_models.shown, "compression-small.json", "compression.md"),
+    (routed.shown, "routed.json", "routed.md"),
+    (trimming.shown, "trimming.json", "exporting.md"),
+    (tuned_lens.shown, "lens.json", "lenses.md"),
+  ],
+)
+def test_a_page_has_the_tables_of_its_results(shown, name, page):
+  text = (DOCS / page).read_text("utf-8")
+  for table in shown(kept(name)).split("\n\n"):
+    assert table in text
+
+
+def test_every_tuned_lens_is_below_the_logit_lens_at_every_block():
+  for result in kept("lens.json").values():
+    assert all(tuned < logit for tuned, logit in zip(result["tuned"], result["logit"]))
+
+
+PAGES = {
+  "article": (article, lambda: [json.loads(article.RESULTS.read_text("utf-8"))]),
+  "bottleneck": (bottleneck, lambda: [json.loads(bottleneck.RESULTS.read_text("utf-8"))]),
+  "generation": (
+    speculation_report,
+    lambda: (
+      [study_page.bench(DOCS, f"speculation{x}") for x in ("", "-run")]
+      + [study_page.bench(DOCS, "medusa")]
+    ),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_rendering_a_page_again_changes_nothing(name, tmp_path):
+  module, results = PAGES[name]
+  copy = shutil.copy(module.PAGE, tmp_path / "page.md")
+  assert not module.update(copy, *results())
+
+
+def test_the_figures_of_drafters_are_plotted():
+  assert speculation_report.plot(study_page.bench(DOCS, "speculation")).axes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["comparison", "dpq", "grouped", "vq_logits"])
+def test_rendering_reproduces_the_page_of_a_study_and_again_changes_nothing(name, tmp_path):
+  of = functools.partial(importlib.import_module, package=f"experiments.studies.{name}")
+  (tmp_path / "results").mkdir()
+  for file in (f"{name}.md", "bench.json"):
+    shutil.copy(DOCS / "results" / file, tmp_path / "results")
+
+  def render():
+    of(".report").update(of(".run").STUDY.read("cpu"), tmp_path)
+    return {path.name: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+
+  first = render()
+  page = first[f"{name}.md"]
+  assert page == (DOCS / "results" / f"{name}.md").read_bytes()
+  figures = [file for file in first if file.endswith(".png")]
+  assert figures
+  assert all(f"(../images/{file})".encode() in page for file in figures)
+  assert render() == first
