@@ -3,8 +3,10 @@
 import pathlib
 import subprocess
 import sys
+import tomllib
 
 import pytest
+import setuptools
 
 from vqjax import convert
 
@@ -35,3 +37,11 @@ def test_every_conversion_is_described():
   layers = pathlib.Path(__file__).parents[1] / "docs" / "layers.md"
   described = layers.read_text("utf-8").split("## From trained arrays")[1]
   assert [name for name in convert.__all__ if f"`{name}`" not in described] == []
+
+
+def test_the_wheel_has_every_folder_of_the_package():
+  root = pathlib.Path(__file__).parents[1]
+  settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+  found = setuptools.find_packages(str(root), include=settings["packages"]["find"]["include"])
+  there = {file.parent.relative_to(root) for file in (root / "vqjax").rglob("*.py")}
+  assert {pathlib.Path(*name.split(".")) for name in found} == there

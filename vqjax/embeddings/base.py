@@ -30,7 +30,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Integer
 from vqjax.layer import Layer
 from vqjax.ops import vocab_parallel
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.vocabulary import check_arrays, in_vocabulary
+from vqjax.ops.vocabulary import check_arrays, in_vocabulary, value_of
 from vqjax.types import Size
 
 __all__ = ["Embedding"]
@@ -67,7 +67,7 @@ class Embedding(Layer):
     They are computed as in training where `deterministic` is False.
     """
     check_arrays(tokens=tokens)
-    tokens = jnp.asarray(tokens)
+    tokens = value_of(tokens)
     return self._computed(lambda t: self._embedded(t, not deterministic), tokens, tokens)
 
   @final

@@ -26,7 +26,7 @@ from safetensors.numpy import save
 from vqjax import outputs
 from vqjax.embeddings import compact_file
 from vqjax.ops import bit_packing, product
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops.vocabulary import in_vocabulary, value_of
 
 __all__ = ["CompactEmbedding"]
 
@@ -76,7 +76,7 @@ class CompactEmbedding:
 
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""
-    known, token = in_vocabulary(jnp.asarray(tokens), self.vocab)
+    known, token = in_vocabulary(value_of(tokens), self.vocab)
     code = bit_packing.bit_unpacked_rows(jnp.asarray(self.data), token, self.subspaces, self.bits)
     vectors = product.compose(code.astype(jnp.int32), jnp.asarray(self.values), self.additive)
     return jnp.where(known[..., None], vectors.astype(self.dtype), jnp.nan)

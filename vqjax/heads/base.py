@@ -50,7 +50,15 @@ from vqjax.ops.gradient_share import GradientShare, gradient_share
 from vqjax.ops.sampling import Blocks, SamplingOptions
 from vqjax.ops.scores import check_temperature
 from vqjax.ops.vocab_parallel import Sharded
-from vqjax.ops.vocabulary import check_arrays, check_mask, in_vocabulary, mean_over, widened
+from vqjax.ops.vocabulary import (
+  check_arrays,
+  check_ignore_index,
+  check_mask,
+  in_vocabulary,
+  mean_over,
+  value_of,
+  widened,
+)
 from vqjax.types import Dtype
 
 __all__ = ["Head"]
@@ -158,7 +166,7 @@ class Head(Layer):
       return jnp.where(known, found, jnp.nan)
 
     each = (_of_rows(hidden, temperature=temperature),) if _is_array(temperature) else ()
-    return self._on_devices(body, hidden, jnp.asarray(tokens), *each)
+    return self._on_devices(body, hidden, value_of(tokens), *each)
 
   @final
   def loss_terms(
@@ -183,7 +191,8 @@ class Head(Layer):
         of 8 or 16 bits cannot hold a negative one.
     """
     check_arrays(tokens=tokens)
-    hidden, tokens = self._vectors(hidden), jnp.asarray(tokens)
+    check_ignore_index(ignore_index)
+    hidden, tokens = self._vectors(hidden), value_of(tokens)
     mask = None if mask is None else jnp.asarray(mask)
     if mask is not None:
       check_mask(mask, tokens.shape)
@@ -309,7 +318,7 @@ class Head(Layer):
       )
 
     check_arrays(tokens=tokens)
-    return self._on_devices(body, hidden, jnp.asarray(tokens))
+    return self._on_devices(body, hidden, value_of(tokens))
 
   # Hooks. `arrays` are those of `parts` on this device, `token` is int32 in [0, V).
 

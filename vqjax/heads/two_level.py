@@ -36,7 +36,7 @@ from vqjax.heads.group_decoding import GroupDecodingHead
 from vqjax.ops import group_search, sampling, softmax, vocab_parallel
 from vqjax.ops import groups as group_ops
 from vqjax.ops.vocab_parallel import Sharded
-from vqjax.ops.vocabulary import check_arrays, in_vocabulary
+from vqjax.ops.vocabulary import check_arrays, in_vocabulary, value_of
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 __all__ = ["TwoLevelHead"]
@@ -105,7 +105,7 @@ class TwoLevelHead(GroupDecodingHead):
   def group_of(self, tokens: Integer[ArrayLike, "*B"]) -> Int[Array, "*B"]:
     """The group of each token; -1 for a token outside [0, V)."""
     check_arrays(tokens=tokens)
-    tokens = jnp.asarray(tokens)
+    tokens = value_of(tokens)
 
     def groups(tokens):
       known, token = in_vocabulary(tokens, self.vocab)

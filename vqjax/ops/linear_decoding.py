@@ -147,9 +147,11 @@ def linear_sample(
   layer = Linear.of(hidden, weight, bias, scoring)
   options = sampling.SamplingOptions(temperature, top_k, top_p)
   allowed = None if allowed is None else jnp.asarray(allowed)
+  # Read here: inside of the axis the layer has a device's rows, and counts them over all devices.
+  vocab = layer.vocab
 
   def draw(blocks, key, allowed):
-    blocks = sampling.allow(blocks, allowed, layer.vocab)
+    blocks = sampling.allow(blocks, allowed, vocab)
     return sampling.sample(blocks, key, options)
 
   return _over_blocks(draw, layer, key, allowed)

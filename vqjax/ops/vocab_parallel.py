@@ -137,15 +137,36 @@ def over_vocabulary(
   padded = each(lambda part: _padded(part, count), rows)
   spec = lambda part: P(*[None] * part.axis, axis) if isinstance(part, Sharded) else P()
 
-  def local(padded, *shared):
+  widened = jax.tree.map(_widened, shared)
+  differ = lambda a, b: any(x.dtype != y.dtype for x, y in zip(*map(jax.tree.leaves, (a, b))))
+  is_narrow = differ(padded, arrays) or differ(widened, shared)
+
+  def local(padded, *widened):
     # `varying` before `astype`: its transpose, the psum of the gradient, then adds float32 numbers.
     narrow = lambda x, like: x if x.dtype == like.dtype else varying(x, axis).astype(like.dtype)
-    return body(jax.tree.map(narrow, padded, arrays), *shared)
+    found = body(*jax.tree.map(narrow, (padded, *widened), (arrays, *shared)))
+    # What is made of such arrays alone is equal on all devices, and only JAX does not know it.
+    return jax.tree.map(functools.partial(_of_first, axis=axis), found) if is_narrow else found
 
   in_specs = each(spec, rows), *[P()] * len(shared)
   mapped = jax.shard_map(local, in_specs=in_specs, out_specs=P(), axis_names={axis})
   # Outside of jit a shard_map that leaves axes automatic is an error.
-  return jax.jit(mapped)(padded, *shared)
+  return jax.jit(mapped)(padded, *widened)
+
+
+def _widened(x):
+  """An array in a dtype in which its gradient may be summed over devices."""
+  is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+  return x.astype(summed_dtype(x.dtype)) if is_float else x
+
+
+def _of_first(x, axis):
+  """The value of the first device, known to be that of all; `x` if it is known to be already."""
+  if axis not in varies_over(jax.typeof(x)):
+    return x
+  wide = _widened(x) if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.int32)
+  first = jnp.where(lax.axis_index(axis) == 0, wide, jnp.zeros_like(wide))
+  return lax.psum(first, axis).astype(x.dtype)
 
 
 def on_any_axes(

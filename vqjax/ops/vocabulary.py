@@ -27,11 +27,25 @@ def check_arrays(**arrays: Any) -> None:
 def value_of(array: Any) -> Any:
   """The array of JAX of a variable, such as an `nnx.Param`, or of a NumPy array.
 
-  Inside of `nnx.grad` JAX does not trace the variable, only the array that it holds. Anything else
-  is returned as it is.
+  Inside of `nnx.grad` JAX does not trace the variable, only the array that it holds. Integers of 64
+  bits that JAX's 32 do not hold become -1, no token, instead of some other number. Anything else is
+  returned as it is.
   """
-  is_other = isinstance(array, np.ndarray) or hasattr(array, "__jax_array__")
-  return jnp.asarray(array) if is_other else array
+  is_other = isinstance(array, np.ndarray | np.generic) or hasattr(array, "__jax_array__")
+  if not is_other:
+    return array
+  if isinstance(array, np.ndarray | np.generic) and array.dtype.kind in "iu":
+    held = np.iinfo(jax.dtypes.canonicalize_dtype(array.dtype))
+    array = np.where((array >= held.min) & (array <= held.max), array, -1)
+  return jnp.asarray(array)
+
+
+def check_ignore_index(ignore_index: int | None) -> None:
+  """Raise ValueError unless a token of 32 bits may be the index that is ignored."""
+  if ignore_index is not None and not -(2**31) <= ignore_index < 2**31:
+    raise ValueError(
+      f"`ignore_index` must be an integer of 32 bits; got {ignore_index!r}. -100 is usual."
+    )
 
 
 def check_numbers(**options: Any) -> None:
@@ -94,6 +108,7 @@ class TokenWeight(NamedTuple):
           " weight for each token."
         )
       kept.append(weight != 0)
+    check_ignore_index(ignore_index)
     if ignore_index is not None:
       kept.append(widened(tokens) != ignore_index)
     return cls(functools.reduce(jnp.logical_and, kept) if kept else None, weight)

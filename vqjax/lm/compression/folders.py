@@ -33,8 +33,8 @@ from vqjax.lm.compression.judging import (
 )
 from vqjax.lm.compression.search import CLOSE_SIZE, COMPRESSIONS, Compression, Point, Tables, search
 from vqjax.lm.jobs import ProgressBars, check_free, open_work, work_of
-from vqjax.lm.sources.readers import check_not_compressed
 from vqjax.lm.sources import readers
+from vqjax.lm.sources.readers import check_not_compressed
 from vqjax.lm.texts import WINDOW, check_tokens, check_window, counts_of, encode_texts, text_windows
 from vqjax.outputs import check_output, copied_file, new_output, publish, write_text
 from vqjax.tables import Moments, container, gguf_types
