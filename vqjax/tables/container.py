@@ -14,7 +14,7 @@ a bit less than its integer, and a distribution of its quantiser.
 
 This file imports NumPy only, so it may be copied to a machine without JAX:
 
-  from table_file import read_table
+  from container import read_table
 
   table = read_table("folder", "embedding")
   table.rows(5, 7)                  # float32 [2, D]
