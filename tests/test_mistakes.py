@@ -104,10 +104,6 @@ MISTAKES = {
     lambda: log_prob(HIDDEN, WEIGHT, TOKENS, tile=128),
     r"`tile` must be \(tokens, vocabulary rows\).* got 128",
   ),
-  "a traced temperature": (
-    lambda: jax.jit(lambda t: call("sample", HIDDEN, KEY, t))(0.5),
-    "`temperature` must be a Python number",
-  ),
   "a traced softcap": (
     lambda: jax.jit(lambda c: log_prob(HIDDEN, WEIGHT, TOKENS, softcap=c))(30.0),
     "`softcap` must be a Python number",

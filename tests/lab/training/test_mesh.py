@@ -103,7 +103,7 @@ def test_every_device_holds_an_eighth_of_parameters_and_moments(shape):
 def wide():
   """Returns a model whose parameters are far larger than its activations."""
   embedding = DenseEmbedding(1024, 128)
-  fields = {"dim": 128, "layers": 2, "heads": 8, "context": 8}
+  fields = {"dim": 128, "layers": 4, "heads": 8, "context": 8}
   model = Transformer(embedding=embedding, head=DenseHead(1024, 128), **fields)
   return Experiment("wide", model, None, None, Windows(), Train(batch=64, mesh=MeshShape(1, 8, 1)))
 

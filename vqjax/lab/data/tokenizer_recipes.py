@@ -16,7 +16,7 @@ import tokenizers
 from vqjax.lab.data.corpus_files import import_lab_extra
 from vqjax.lm import checkpoints
 from vqjax.lm.texts import data_path, read_text
-from vqjax.lm.tokenizers import Tokenizer, from_state
+from vqjax.lm.tokenizers import Tokenizer, from_state, load_tokenizer
 from vqjax.lm.tokenizers.byte_level import begin_with
 from vqjax.lm.tokenizers.reading import FILES, JsonTokenizer, PiecesTokenizer
 
@@ -325,7 +325,7 @@ class CheckpointTokenizer(TokenizerRecipe):
     """Read the tokenizer."""
     del documents
     path = data_path(self.path, kind="tokenizer.path")
-    found = tokenizers.load_tokenizer(path)
+    found = load_tokenizer(path)
     if not found.eos:
       raise ValueError(
         "`tokenizer.path` must have a token that ends a text; got a tokenizer without one. Set"
