@@ -34,7 +34,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from vqjax.ops import sampling, softmax, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
@@ -67,15 +67,15 @@ class SoftTargetLoss(NamedTuple):
 
 @vocab_parallel.for_any_axes("hidden")
 def linear_soft_target_loss(
-  hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | RowFactory,
-  teacher_hidden: Float[Array, "*B E"],
-  teacher_weight: Float[Array, "V E"] | RowFactory,
-  bias: Float[Array, "V"] | None = None,
-  teacher_bias: Float[Array, "V"] | None = None,
+  hidden: Float[ArrayLike, "*B D"],
+  weight: Float[ArrayLike, "V D"] | RowFactory,
+  teacher_hidden: Float[ArrayLike, "*B E"],
+  teacher_weight: Float[ArrayLike, "V E"] | RowFactory,
+  bias: Float[ArrayLike, "V"] | None = None,
+  teacher_bias: Float[ArrayLike, "V"] | None = None,
   *,
-  mask: Bool[Array, "*B"] | None = None,
-  token_weight: Float[Array, "*B"] | None = None,
+  mask: Bool[ArrayLike, "*B"] | None = None,
+  token_weight: Float[ArrayLike, "*B"] | None = None,
   teacher_softcap: float | int | None = None,
   options: ScoreOptions = ScoreOptions(),
 ) -> SoftTargetLoss:
@@ -113,16 +113,16 @@ def linear_soft_target_loss(
 
 @vocab_parallel.for_any_axes("hidden")
 def linear_divergence(
-  hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | RowFactory,
-  teacher_hidden: Float[Array, "*B E"],
-  teacher_weight: Float[Array, "V E"] | RowFactory,
-  bias: Float[Array, "V"] | None = None,
-  teacher_bias: Float[Array, "V"] | None = None,
+  hidden: Float[ArrayLike, "*B D"],
+  weight: Float[ArrayLike, "V D"] | RowFactory,
+  teacher_hidden: Float[ArrayLike, "*B E"],
+  teacher_weight: Float[ArrayLike, "V E"] | RowFactory,
+  bias: Float[ArrayLike, "V"] | None = None,
+  teacher_bias: Float[ArrayLike, "V"] | None = None,
   *,
   mixture: float | int = 0.5,
-  mask: Bool[Array, "*B"] | None = None,
-  token_weight: Float[Array, "*B"] | None = None,
+  mask: Bool[ArrayLike, "*B"] | None = None,
+  token_weight: Float[ArrayLike, "*B"] | None = None,
   teacher_softcap: float | int | None = None,
   options: ScoreOptions = ScoreOptions(),
 ) -> Float[Array, "*B"]:

@@ -58,10 +58,10 @@ def linear_blocks(
 
 @vocab_parallel.for_any_axes("hidden")
 def linear_top_k(
-  hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | RowFactory,
+  hidden: Float[ArrayLike, "*B D"],
+  weight: Float[ArrayLike, "V D"] | RowFactory,
   k: int,
-  bias: Float[Array, "V"] | None = None,
+  bias: Float[ArrayLike, "V"] | None = None,
   *,
   softcap: float | int | None = None,
   dtype: Dtype | None = None,
@@ -104,10 +104,10 @@ def linear_top_k(
 
 @vocab_parallel.for_any_axes("hidden")
 def linear_sample(
-  hidden: Float[Array, "*B D"],
+  hidden: Float[ArrayLike, "*B D"],
   key: PRNGKeyArray,
-  weight: Float[Array, "V D"] | RowFactory,
-  bias: Float[Array, "V"] | None = None,
+  weight: Float[ArrayLike, "V D"] | RowFactory,
+  bias: Float[ArrayLike, "V"] | None = None,
   *,
   temperature: float | int = 1.0,
   top_k: int | None = None,

@@ -16,7 +16,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
 from vqjax.ops import narrow, reduced_loss, statistics, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory, columns
@@ -39,12 +39,12 @@ __all__ = [
 
 @vocab_parallel.for_any_axes("hidden")
 def linear_log_prob(
-  hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | RowFactory,
-  tokens: Integer[Array, "*B"],
-  bias: Float[Array, "V"] | None = None,
+  hidden: Float[ArrayLike, "*B D"],
+  weight: Float[ArrayLike, "V D"] | RowFactory,
+  tokens: Integer[ArrayLike, "*B"],
+  bias: Float[ArrayLike, "V"] | None = None,
   *,
-  mask: Bool[Array, "*B"] | None = None,
+  mask: Bool[ArrayLike, "*B"] | None = None,
   temperature: float | int = 1.0,
   softcap: float | int | None = None,
   scratch: int | None = None,
@@ -79,12 +79,12 @@ def linear_log_prob(
 
 @vocab_parallel.for_any_axes("hidden")
 def linear_softmax(
-  hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | RowFactory,
-  tokens: Integer[Array, "*B"],
-  bias: Float[Array, "V"] | None = None,
+  hidden: Float[ArrayLike, "*B D"],
+  weight: Float[ArrayLike, "V D"] | RowFactory,
+  tokens: Integer[ArrayLike, "*B"],
+  bias: Float[ArrayLike, "V"] | None = None,
   *,
-  mask: Bool[Array, "*B"] | None = None,
+  mask: Bool[ArrayLike, "*B"] | None = None,
   temperature: float | int = 1.0,
   softcap: float | int | None = None,
   output: OutputFunction | None = None,
@@ -184,13 +184,13 @@ def _softmax(hidden, weight, tokens, bias, mask, options, outputs) -> LinearSoft
 
 @vocab_parallel.for_any_axes("hidden")
 def linear_cross_entropy(
-  hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | RowFactory,
-  tokens: Integer[Array, "*B"],
-  bias: Float[Array, "V"] | None = None,
+  hidden: Float[ArrayLike, "*B D"],
+  weight: Float[ArrayLike, "V D"] | RowFactory,
+  tokens: Integer[ArrayLike, "*B"],
+  bias: Float[ArrayLike, "V"] | None = None,
   *,
-  mask: Bool[Array, "*B"] | None = None,
-  token_weight: Float[Array, "*B"] | None = None,
+  mask: Bool[ArrayLike, "*B"] | None = None,
+  token_weight: Float[ArrayLike, "*B"] | None = None,
   ignore_index: int | None = None,
   label_smoothing: float | int = 0.0,
   z_loss: float | int = 0.0,

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
 from vqjax.ops import distillation, statistics, tiles, vocab_parallel
 from vqjax.ops.distillation import SoftTargetLoss
@@ -59,13 +59,13 @@ class TokenLogProbs(NamedTuple):
 
 @vocab_parallel.for_any_axes("hidden")
 def linear_token_log_probs(
-  hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | RowFactory,
-  tokens: Integer[Array, "*B k"],
-  bias: Float[Array, "V"] | None = None,
+  hidden: Float[ArrayLike, "*B D"],
+  weight: Float[ArrayLike, "V D"] | RowFactory,
+  tokens: Integer[ArrayLike, "*B k"],
+  bias: Float[ArrayLike, "V"] | None = None,
   *,
   rest: bool = False,
-  mask: Bool[Array, "*B"] | None = None,
+  mask: Bool[ArrayLike, "*B"] | None = None,
   options: ScoreOptions = ScoreOptions(),
 ) -> TokenLogProbs:
   """Log-probabilities of k tokens under each softmax(hidden · weightᵀ + bias).
@@ -97,15 +97,15 @@ def linear_token_log_probs(
 
 @vocab_parallel.for_any_axes("hidden")
 def linear_sparse_target_loss(
-  hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | RowFactory,
-  tokens: Integer[Array, "*B k"],
-  probs: Float[Array, "*B k"],
-  bias: Float[Array, "V"] | None = None,
+  hidden: Float[ArrayLike, "*B D"],
+  weight: Float[ArrayLike, "V D"] | RowFactory,
+  tokens: Integer[ArrayLike, "*B k"],
+  probs: Float[ArrayLike, "*B k"],
+  bias: Float[ArrayLike, "V"] | None = None,
   *,
   rest: Rest = "ignore",
-  mask: Bool[Array, "*B"] | None = None,
-  token_weight: Float[Array, "*B"] | None = None,
+  mask: Bool[ArrayLike, "*B"] | None = None,
+  token_weight: Float[ArrayLike, "*B"] | None = None,
   options: ScoreOptions = ScoreOptions(),
 ) -> SoftTargetLoss:
   """Cross-entropy and KL divergence of a linear student from k given probabilities.
@@ -176,18 +176,18 @@ def linear_sparse_target_loss(
 
 @vocab_parallel.for_any_axes("hidden")
 def linear_top_k_divergence(
-  hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | RowFactory,
-  teacher_hidden: Float[Array, "*B E"],
-  teacher_weight: Float[Array, "V E"] | RowFactory,
-  bias: Float[Array, "V"] | None = None,
-  teacher_bias: Float[Array, "V"] | None = None,
+  hidden: Float[ArrayLike, "*B D"],
+  weight: Float[ArrayLike, "V D"] | RowFactory,
+  teacher_hidden: Float[ArrayLike, "*B E"],
+  teacher_weight: Float[ArrayLike, "V E"] | RowFactory,
+  bias: Float[ArrayLike, "V"] | None = None,
+  teacher_bias: Float[ArrayLike, "V"] | None = None,
   *,
   k: int,
   rest: Rest = "bucket",
   mixture: float | int = 0.0,
-  mask: Bool[Array, "*B"] | None = None,
-  token_weight: Float[Array, "*B"] | None = None,
+  mask: Bool[ArrayLike, "*B"] | None = None,
+  token_weight: Float[ArrayLike, "*B"] | None = None,
   teacher_softcap: float | int | None = None,
   options: ScoreOptions = ScoreOptions(),
 ) -> Float[Array, "*B"]:
