@@ -20,6 +20,7 @@ from vqjax import (
   ProductHead,
   compress,
   linear_divergence,
+  linear_sample,
   linear_sparse_target_loss,
   linear_top_k,
 )
@@ -103,6 +104,30 @@ MISTAKES = {
   "a number for a tile": (
     lambda: log_prob(HIDDEN, WEIGHT, TOKENS, tile=128),
     r"`tile` must be \(tokens, vocabulary rows\).* got 128",
+  ),
+  "a temperature that float32 lacks": (
+    lambda: log_prob(HIDDEN, WEIGHT, TOKENS, temperature=1e-40),
+    "`temperature` must be positive and finite; got 1e-40, in float32",
+  ),
+  "a softcap that float32 lacks": (
+    lambda: log_prob(HIDDEN, WEIGHT, TOKENS, softcap=1e39),
+    r"`softcap` must be positive and finite; got 1e\+39, in float32",
+  ),
+  "a single number for vectors": (
+    lambda: log_prob(jnp.float32(1), WEIGHT, TOKENS[0]),
+    r"`hidden` must be floating-point vectors; got float32 of shape \(\)",
+  ),
+  "vectors of 8 bits": (
+    lambda: log_prob(HIDDEN.astype(jnp.float8_e4m3fn), WEIGHT, TOKENS),
+    "`hidden` must have at least 16 bits a number; got float8_e4m3fn",
+  ),
+  "True for a number of tokens": (
+    lambda: call("top_k", HIDDEN, True),
+    r"`k` must be an integer in \[1, vocab\]; got True",
+  ),
+  "a seed for a key": (
+    lambda: linear_sample(HIDDEN, 0, WEIGHT),
+    "`key` must be a key of jax.random; got 0",
   ),
   "a traced softcap": (
     lambda: jax.jit(lambda c: log_prob(HIDDEN, WEIGHT, TOKENS, softcap=c))(30.0),

@@ -35,7 +35,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any, final
 
@@ -53,8 +52,11 @@ from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import (
   check_arrays,
   check_ignore_index,
+  check_key,
   check_mask,
+  check_vectors,
   in_vocabulary,
+  is_count,
   mean_over,
   value_of,
   widened,
@@ -392,8 +394,7 @@ class Head(Layer):
     self, body: Callable, hidden: ArrayLike, key: PRNGKeyArray, allowed: Any, *each: Any
   ) -> Any:
     """body(arrays, hidden, key, allowed, *each) on each device, for checked arguments."""
-    if not hasattr(key, "dtype"):
-      raise TypeError(f"`key` must be a key of jax.random; got {key!r}. Use jax.random.key(0).")
+    check_key(key)
     allowed = None if allowed is None else jnp.asarray(allowed)
     return self._on_devices(body, hidden, key, allowed, *each)
 
@@ -413,11 +414,7 @@ class Head(Layer):
     """Hidden vectors as an array of JAX, of the right width."""
     check_arrays(hidden=hidden)
     hidden = jnp.asarray(hidden)
-    if not jnp.issubdtype(hidden.dtype, jnp.floating):
-      raise ValueError(
-        f"`hidden` must be floating-point vectors of width {self.dim}; got {hidden.dtype} of shape"
-        f" {hidden.shape}. Look token ids up in an embedding first."
-      )
+    check_vectors(hidden)
     if hidden.shape[-1] != self.dim:
       raise ValueError(
         f"`hidden` must have the width of the head; got {hidden.shape[-1]} for dim {self.dim}."
@@ -426,7 +423,7 @@ class Head(Layer):
     return hidden
 
   def _check_k(self, k: int) -> None:
-    if not isinstance(k, numbers.Integral) or not 1 <= k <= self.vocab:
+    if not is_count(k) or not 1 <= k <= self.vocab:
       raise ValueError(
         f"`k` must be an integer in [1, vocab]; got {k} for vocab {self.vocab}. 50 is usual."
       )

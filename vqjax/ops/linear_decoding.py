@@ -24,6 +24,7 @@ from vqjax.ops import device, sampling, softmax, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.tiles import Linear
+from vqjax.ops.vocabulary import check_key, is_count
 from vqjax.types import Dtype
 
 __all__ = ["linear_sample", "linear_top_k"]
@@ -93,7 +94,7 @@ def linear_top_k(
   """
   options = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis)
   layer = Linear.of(hidden, weight, bias, options)
-  if not 1 <= k <= layer.vocab:
+  if not is_count(k) or not 1 <= k <= layer.vocab:
     raise ValueError(
       f"`k` must be in [1, {layer.vocab}] for a vocabulary of {layer.vocab}; got {k}. 50 is usual."
     )
@@ -146,6 +147,7 @@ def linear_sample(
   scoring = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis)
   layer = Linear.of(hidden, weight, bias, scoring)
   options = sampling.SamplingOptions(temperature, top_k, top_p)
+  check_key(key)
   allowed = None if allowed is None else jnp.asarray(allowed)
   # Read here: inside of the axis the layer has a device's rows, and counts them over all devices.
   vocab = layer.vocab

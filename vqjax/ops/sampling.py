@@ -33,7 +33,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import device, topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
-from vqjax.ops.vocabulary import check_numbers
+from vqjax.ops.vocabulary import check_numbers, is_count
 
 __all__ = ["Blocks", "best", "gumbel", "log_z", "sample"]
 
@@ -120,7 +120,7 @@ class SamplingOptions:
         f"`temperature` must be finite and at least 0; got {self.temperature}. 0 is the arg max, 1"
         " keeps the distribution."
       )
-    if self.top_k is not None and (not isinstance(self.top_k, numbers.Integral) or self.top_k < 1):
+    if self.top_k is not None and (not is_count(self.top_k) or self.top_k < 1):
       raise ValueError(
         f"`top_k` must be an int of at least 1; got {self.top_k}. Use None for no limit."
       )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -188,20 +187,26 @@ class ScoreOptions:
 def check_softcap(softcap: float | int | None, name: str = "softcap") -> None:
   """Raise an error unless a softcap is a positive finite number or None."""
   check_numbers(**{name: softcap})
-  if softcap is not None and not 0 < softcap < math.inf:
+  if softcap is not None and not _LEAST <= softcap <= _MOST:
     raise ValueError(
-      f"`{name}` must be positive and finite; got {softcap}. 30 is usual, None is no cap."
+      f"`{name}` must be positive and finite; got {softcap}, in float32. 30 is usual, None is no"
+      " cap."
     )
 
 
 def check_temperature(temperature: float | int) -> None:
   """Raise an error unless `temperature` is a positive finite number."""
   check_numbers(temperature=temperature)
-  if not 0 < temperature < math.inf:
+  if not _LEAST <= temperature <= _MOST:
     raise ValueError(
-      f"`temperature` must be positive and finite; got {temperature}. The arg max, which a"
-      " temperature of 0 stands for in decoding, is not a distribution: score its tokens at 1."
+      f"`temperature` must be positive and finite; got {temperature}, in float32. The arg max,"
+      " which a temperature of 0 stands for in decoding, is not a distribution: score its tokens"
+      " at 1."
     )
+
+
+# Numbers by which float32 scores can be divided and multiplied.
+_LEAST, _MOST = 1e-6, 1e30
 
 
 def exp_shift(top: Float[Array, "*B"]) -> Float[Array, "*B"]:

@@ -52,7 +52,7 @@ from vqjax.ops import device, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded, TokenShards, varying
-from vqjax.ops.vocabulary import check_arrays
+from vqjax.ops.vocabulary import check_arrays, check_vectors
 from vqjax.types import Dtype
 
 __all__ = ["default_tile"]
@@ -161,14 +161,10 @@ class Linear:
       TypeError: an operand is not an array.
     """
     check_arrays(**{prefix + "hidden": hidden, prefix + "bias": bias})
+    check_vectors(hidden, f"{prefix}hidden")
     weight = as_row_factory(weight)
     rows = jax.eval_shape(RowFactory.all, weight)
     shape = rows.shape
-    if not jnp.issubdtype(hidden.dtype, jnp.floating):
-      raise ValueError(
-        f"`{prefix}hidden` must be floating-point vectors; got {hidden.dtype} of shape"
-        f" {hidden.shape}. Look token ids up in an embedding first."
-      )
     if len(shape) != 2 or shape[1] != hidden.shape[-1]:
       raise ValueError(
         f"`{prefix}weight` must be [V, {hidden.shape[-1]}] for `{prefix}hidden` {hidden.shape}; got"

@@ -63,6 +63,30 @@ def check_numbers(**options: Any) -> None:
       )
 
 
+def check_key(key: Any) -> None:
+  """Raise TypeError unless it is a key of `jax.random`."""
+  if not hasattr(key, "dtype"):
+    raise TypeError(f"`key` must be a key of jax.random; got {key!r}. Use jax.random.key(0).")
+
+
+def is_count(number: Any) -> bool:
+  """Whether it is an integer of Python or NumPy; True and False are none."""
+  return isinstance(number, numbers.Integral) and not isinstance(number, bool | np.bool_)
+
+
+def check_vectors(vectors: Array, name: str = "hidden") -> None:
+  """Raise ValueError unless vectors are floats of at least 16 bits, of some width."""
+  if not jnp.issubdtype(vectors.dtype, jnp.floating) or not vectors.ndim or not vectors.shape[-1]:
+    raise ValueError(
+      f"`{name}` must be floating-point vectors; got {vectors.dtype} of shape {vectors.shape}. Look"
+      " token ids up in an embedding first."
+    )
+  if vectors.dtype.itemsize < 2:
+    raise ValueError(
+      f"`{name}` must have at least 16 bits a number; got {vectors.dtype}. Cast it to bfloat16."
+    )
+
+
 def check_mask(mask: Array, shape: tuple[int, ...]) -> None:
   """Raise ValueError unless a mask has one boolean for each token."""
   if mask.shape != shape or mask.dtype != bool:
