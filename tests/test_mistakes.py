@@ -71,7 +71,7 @@ MISTAKES = {
     lambda: DenseHead(V, D, weight_init=WEIGHT.T).init(KEY, HIDDEN),
     r"a given array must have shape \(31, 8\); got \(8, 31\)",
   ),
-  "a seed for a key": (lambda: call("sample", HIDDEN, 0), r"`key` .* got 0. Use jax.random.key"),
+  "a seed for the key of an op": (lambda: call("sample", HIDDEN, 0), r"`key` .* got 0. Use jax.random.key"),
   "a number of tokens in floats": (lambda: call("top_k", HIDDEN, 3.0), "`k` .* got 3.0"),
   "a mask of floats": (
     lambda: call("loss_terms", HIDDEN, TOKENS, jnp.ones(4)),
