@@ -71,7 +71,7 @@ MISTAKES = {
     lambda: DenseHead(V, D, weight_init=WEIGHT.T).init(KEY, HIDDEN),
     r"a given array must have shape \(31, 8\); got \(8, 31\)",
   ),
-  "a seed for the key of an op": (lambda: call("sample", HIDDEN, 0), r"`key` .* got 0. Use jax.random.key"),
+  "a seed for a key": (lambda: call("sample", HIDDEN, 0), r"`key` .* got 0. Use jax.random.key"),
   "a number of tokens in floats": (lambda: call("top_k", HIDDEN, 3.0), "`k` .* got 3.0"),
   "a mask of floats": (
     lambda: call("loss_terms", HIDDEN, TOKENS, jnp.ones(4)),
@@ -125,7 +125,7 @@ MISTAKES = {
     lambda: call("top_k", HIDDEN, True),
     r"`k` must be an integer in \[1, vocab\]; got True",
   ),
-  "a seed for a key": (
+  "a seed for the key of an op": (
     lambda: linear_sample(HIDDEN, 0, WEIGHT),
     "`key` must be a key of jax.random; got 0",
   ),
