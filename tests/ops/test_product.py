@@ -49,3 +49,11 @@ def test_rows_sharded_over_an_explicit_axis_have_the_same_codes():
     run = jax.jit(product.nearest_codes)
     found = run(jax.device_put(latent, P("rows")), jax.device_put(tables))
   np.testing.assert_array_equal(found, expected)
+
+
+def test_codes_of_many_rows_are_found_a_part_at_a_time(monkeypatch):
+  latent, tables = normals(3, (211, 12), (3, 7, 4))
+  expected = jax.jit(product.nearest_codes)(latent, tables)
+  monkeypatch.setattr(product, "_ROWS", 100)
+  found = jax.jit(lambda *arrays: product.nearest_codes(*arrays))(latent, tables)
+  np.testing.assert_array_equal(found, expected)

@@ -46,8 +46,28 @@ def joined(parts: Float[Array, "*W M C"], additive: bool) -> Float[Array, "*W D"
 _NARROW = 16
 
 
+# Rows whose nearest codes are found at once: their distances and transposed copies are in memory.
+_ROWS = 2**15
+
+
 def nearest_codes(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Int[Array, "W M"]:
   """Code of the nearest sub-vector of each table; the lowest of equally near ones."""
+  rows = len(latent)
+  if rows <= _ROWS:
+    return _nearest(latent, tables)
+
+  def step(codes_WM, index):
+    # The last part computes again what it shares with the one before.
+    start = jnp.minimum(index * _ROWS, rows - _ROWS)
+    found = _nearest(lax.dynamic_slice_in_dim(latent, start, _ROWS), tables)
+    return lax.dynamic_update_slice_in_dim(codes_WM, found, start, axis=0), None
+
+  empty = jnp.zeros((rows, len(tables)), jnp.int32)
+  empty = vocab_parallel.varying((empty, latent, tables))[0]
+  return lax.scan(step, empty, jnp.arange(-(-rows // _ROWS), dtype=jnp.int32))[0]
+
+
+def _nearest(latent, tables):
   # float32: in bfloat16, near sub-vectors would tie and the lowest code would win too often.
   tables = tables.astype(jnp.float32)
   subspaces, _, width = tables.shape
