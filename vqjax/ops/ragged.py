@@ -4,8 +4,9 @@
 
 Tokens are sorted by group, so that the tokens of a group are consecutive and meet its weight in one
 ragged matrix product: no token gets a copy of a weight, and only its own group is scored. The
-backward pass recomputes the scores from the saved normalisers, so one array [N, S] exists at a
-time. Source: LLM Vocabulary Compression for Low-Compute Environments, Figure 4.
+backward pass recomputes the scores from the saved normalisers. Many tokens come in parts, so that
+no array [N, S] of all of them exists. Source: LLM Vocabulary Compression for Low-Compute
+Environments, Figure 4.
 """
 
 # Tokens sorted by group meet the weight of each group once:
@@ -105,14 +106,14 @@ def _log_prob(dtype, linears: _Linears, tokens: _Tokens) -> Array:
 
 
 def _forward(dtype, linears, tokens):
-  forward = functools.partial(_local_forward, dtype)
-  (log_prob, log_z), _ = _on_each_device(forward, linears, tokens)
+  forward = functools.partial(_in_parts, functools.partial(_local_forward, dtype))
+  (log_prob, log_z), _ = _on_each_device(forward, linears, (tokens,))
   return log_prob, (linears, tokens, log_z)
 
 
 def _backward(dtype, saved, cotangent):
   linears, tokens, log_z = saved
-  backward = functools.partial(_local_backward, dtype)
+  backward = functools.partial(_in_parts, functools.partial(_local_backward, dtype))
   d_hidden, (d_weight, d_bias) = _on_each_device(backward, linears, (tokens, log_z, cotangent))
   narrow = lambda x, like: None if like is None else x.astype(like.dtype)
   d_linears = _Linears(narrow(d_weight, linears.weight), narrow(d_bias, linears.bias), None)
@@ -145,8 +146,39 @@ def _on_each_device(function, linears, per_token):
   return jax.tree.map(lambda x: shards.join(x, n), values), sums
 
 
-def _local_forward(dtype, linears, tokens):
+# Scores of a part of the tokens: 64 MiB.
+_SCORES = 2**24
+
+
+def _in_parts(function, linears, per_token):
+  """`function` of parts of the tokens, one after another: its values, and the sum of its sums."""
+  n = len(per_token[0].slot)
+  size = max(1, _SCORES // linears.weight.shape[1])
+  if n <= size:
+    return function(linears, per_token)
+  count = -(-n // size)
+  size = -(-n // count)
+  pad = lambda x: jnp.pad(x, [(0, count * size - n), *[(0, 0)] * (x.ndim - 1)])
+  tokens, *further = jax.tree.map(pad, per_token)
+  # Padding is of no group, which adds nothing.
+  tokens = tokens._replace(group=tokens.group.at[n:].set(linears.sizes.shape[0]))
+  split = lambda x: x.reshape(count, size, *x.shape[1:])
+  parts = jax.tree.map(split, (tokens, *further))
+
+  def step(total, part):
+    values, sums = function(linears, part)
+    return jax.tree.map(jnp.add, total, sums), values
+
+  shapes = jax.eval_shape(function, linears, jax.tree.map(lambda x: x[0], parts))[1]
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  zeros = vocab_parallel.varying((zeros, linears, per_token))[0]
+  sums, values = lax.scan(step, zeros, parts)
+  return jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[:n], values), sums
+
+
+def _local_forward(dtype, linears, per_token):
   """Log-probabilities and log-normalisers; nothing is summed over tokens."""
+  (tokens,) = per_token
   order, counts = jnp.argsort(tokens.group), _counts(linears, tokens)
   by_group = jax.tree.map(lambda x: x[order], tokens)
   scores_NS = _scores(dtype, linears, by_group, counts)
