@@ -398,7 +398,7 @@ class Head(Layer):
     allowed = None if allowed is None else jnp.asarray(allowed)
     return self._on_devices(body, hidden, key, allowed, *each)
 
-  def _operand_dtype(self, hidden: Array, weight: Array) -> Dtype:
+  def _operand_dtype(self, hidden: Array, weight: Any) -> Dtype:
     """The dtype of a product's operands."""
     return jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
 

@@ -99,6 +99,7 @@ def test_a_dense_head_begins_with_the_rows_to_which_the_loaded_one_is_tied(tied)
     np.testing.assert_array_equal(found["head"]["weight"], rows)
 
 
+@pytest.mark.untyped
 def test_what_is_not_saved_leaves_nothing(tied, tmp_path):
   _, model, variables = tied
 

@@ -555,7 +555,7 @@ def _added_tokens(
   folder: pathlib.Path,
   settings: Mapping[str, Any],
   numbers: Mapping[str, Any],
-  known: Mapping[str, int],
+  known: Mapping[str, Any],
   named: Mapping[str, str],
 ) -> list[AddedToken]:
   """The tokens of a folder without tokenizer.json that are matched as a whole.
