@@ -139,7 +139,7 @@ def _resident_bytes() -> float:
 def real_data() -> pathlib.Path:
   """Folder of the real datasets; tests that need it are skipped without it."""
   beside = pathlib.Path(__file__).parents[2] / "shared" / "data"
-  folder = pathlib.Path(os.environ.get("VQJAX_DATA", beside))
+  folder = pathlib.Path(os.environ.get("VQJAX_DATA") or beside)
   if not folder.is_dir():
     pytest.skip("no real data: set VQJAX_DATA to a folder that holds ptb/, wikitext-2/, ...")
   return folder
