@@ -47,6 +47,7 @@ Size = Annotated[int, Range(1, 2**31 - 1)]
 Axis = Annotated[int, Range(1, 2**31 - 1), AXIS]
 Depth = Annotated[int, Range(1, 2**31 - 1), BLOCKS]
 Positive = Annotated[float, Range(0, 1e30, above=True)]
+Cap = Annotated[float, Range(1e-6, 1e30)]
 Epsilon = Annotated[float, Range(0, 1, above=True)]
 Base = Annotated[float, Range(1, 1e30, above=True)]
 Factor = Annotated[float, Range(1, 1e6)]
@@ -163,8 +164,8 @@ class Gemma3Config(_Rotary):
   sliding_window: Size = 4096
   sliding_window_pattern: Size = 6
   layer_types: Kinds | None = None
-  attn_logit_softcapping: Positive | None = None
-  final_logit_softcapping: Positive | None = None
+  attn_logit_softcapping: Cap | None = None
+  final_logit_softcapping: Cap | None = None
   use_bidirectional_attention: Literal[False] = False
   tie_word_embeddings: bool = True
 
