@@ -365,3 +365,20 @@ def test_tokens_that_are_left_out_are_not_scored(counted):
   np.testing.assert_allclose(found[0][mask], exact[0], atol=2e-5)
   assert not found[0][~mask].any()
   np.testing.assert_allclose(found[1], exact[1], atol=2e-5)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_precision_is_of_all_products_in_both_directions(reduction):
+  hidden, weight, _, tokens, _ = arrays(13, 101, "plain")
+
+  def loss(h, w):
+    # Compiled inside, so that the rules of the gradient are traced after the call.
+    run = jax.jit(lambda *x: linear_cross_entropy(*x, tokens, reduction=reduction, **options))
+    return run(h, w).sum()
+
+  options = {"label_smoothing": 0.1, "precision": "highest"}
+  highest = (jax.lax.Precision.HIGHEST,) * 2
+  with device.using(device.current()._replace(tokens=8, vocab=64, kept=0, balance=0.0)):
+    assert reference.precisions_of(jax.grad(loss, (0, 1)), hidden, weight) == {highest}
+  with pytest.raises(ValueError, match=r"`precision` must be .* got 'best'"):
+    ScoreOptions(precision="best")

@@ -51,6 +51,7 @@ def linear_log_prob(
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  precision: str | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of `tokens` under softmax(hidden · weightᵀ + bias).
 
@@ -73,6 +74,7 @@ def linear_log_prob(
     dtype=dtype,
     vocab_axis=vocab_axis,
     scratch=scratch,
+    precision=precision,
   )
   return _softmax(hidden, weight, tokens, bias, mask, options, Outputs()).log_prob
 
@@ -95,6 +97,7 @@ def linear_softmax(
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  precision: str | None = None,
 ) -> LinearSoftmax:
   """Statistics of `tokens` under softmax(hidden · weightᵀ + bias), exactly.
 
@@ -141,6 +144,8 @@ def linear_softmax(
       the promoted dtype of hidden and weight.
     vocab_axis: mesh axis over which the rows are sharded. Inside of a `jax.shard_map` over it,
       `weight` and `bias` are the device's own rows and `tokens` count over all devices' rows.
+    precision: of the matrix products, such as "highest"; None: JAX's default, as explained in
+      `ScoreOptions`: products of float32 operands are rounded on GPUs and TPUs.
 
   Raises:
     ValueError: the shapes do not fit together, the vocabulary is empty, a side of `tile` is below
@@ -156,6 +161,7 @@ def linear_softmax(
     dtype=dtype,
     vocab_axis=vocab_axis,
     scratch=scratch,
+    precision=precision,
   )
   outputs = Outputs(entropy=entropy, mean=mean, top_k=top_k)
   return _softmax(hidden, weight, tokens, bias, mask, options, outputs)
@@ -201,6 +207,7 @@ def linear_cross_entropy(
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  precision: str | None = None,
 ) -> Float[Array, "*B"] | Float[Array, ""]:
   """Cross-entropy of each token, in nats, with label smoothing and z-loss; or their sum or mean.
 
@@ -233,6 +240,7 @@ def linear_cross_entropy(
     tile: (tokens, vocabulary rows) that are scored at once; if it is given, nothing is kept.
     dtype: dtype of the matrix products' operands.
     vocab_axis: mesh axis over which the rows are sharded.
+    precision: of the matrix products.
 
   Raises:
     ValueError: as `linear_softmax`; `label_smoothing` is outside [0, 1), `z_loss` is negative,
@@ -258,6 +266,7 @@ def linear_cross_entropy(
     dtype=dtype,
     vocab_axis=vocab_axis,
     scratch=scratch,
+    precision=precision,
   )
   counted = TokenWeight.of(tokens.shape, mask, token_weight, tokens, ignore_index)
   terms = reduced_loss.Terms(label_smoothing, z_loss)

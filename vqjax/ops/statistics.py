@@ -31,7 +31,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from vqjax.ops import device, tiles, topk, vocab_parallel
+from vqjax.ops import device, precision, tiles, topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
 
 __all__ = ["LinearSoftmax"]
@@ -178,7 +178,7 @@ class _Normalizer(NamedTuple):
 
 
 # JAX's own gradient of the scans would store the scores of all tiles, [N, V].
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@precision.custom_vjp
 def _pass(plan, layer, row_PN):
   """Statistics of tokens at index `row` of the rows, which may be another device's."""
   return _forward(plan, layer, row_PN)[0]

@@ -48,7 +48,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from vqjax.ops import device, vocab_parallel
+from vqjax.ops import device, precision, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded, TokenShards, varying
@@ -243,7 +243,8 @@ def on_each_device(
       tokens = split(tokens) - vocab_parallel.first_row(inside, count)
     tile = cut_tile(options.tile, here[0].hidden.shape[1], count, masked=order is not None)
     further = () if per_token is None else (split(per_token),)
-    results = body(Cut(tile, shards), tuple(here), tokens, *further)
+    with precision.using(options.precision):
+      results = body(Cut(tile, shards), tuple(here), tokens, *further)
 
     def joined(x):
       x = x if order is None else order.restored(x)
