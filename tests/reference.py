@@ -76,9 +76,9 @@ def linear_gradients(hidden, weight, tokens, cotangent, bias=None):
 
 
 def linear_softmax(hidden, weight, bias, tokens, kept, softcap=None, k=0, temperature=1) -> tuple:
-  """(log_prob, log_z, entropy, mean_log_prob, top_log_probs) over the rows `kept`, in jax.numpy.
+  """(log_prob, log_z, entropy, mean_log_prob, top_log_probs, collision) over the rows `kept`.
 
-  All scores at once, in the precision of the arguments, to be differentiated.
+  All scores at once, in jax.numpy and the precision of the arguments, to be differentiated.
   """
   scores = hidden @ weight[kept].T + (0.0 if bias is None else bias[kept])
   scores = (softcap * jnp.tanh(scores / softcap) if softcap else scores) / temperature
@@ -89,7 +89,8 @@ def linear_softmax(hidden, weight, bias, tokens, kept, softcap=None, k=0, temper
   )[..., 0]
   top = jax.lax.top_k(log_prob, min(k, len(kept)))[0]
   top = jnp.pad(top, [(0, 0)] * (top.ndim - 1) + [(0, k - top.shape[-1])], constant_values=-jnp.inf)
-  return own, log_z, -(jnp.exp(log_prob) * log_prob).sum(-1), log_prob.mean(-1), top
+  entropy, collision = -(jnp.exp(log_prob) * log_prob).sum(-1), jnp.exp(2 * log_prob).sum(-1)
+  return own, log_z, entropy, log_prob.mean(-1), top, collision
 
 
 def gradient_share(logits, hidden, tokens) -> tuple:

@@ -93,6 +93,8 @@ def linear_softmax(
   entropy: bool = False,
   mean: bool = False,
   top_k: int = 0,
+  collision: bool = False,
+  rank: bool = False,
   scratch: int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
@@ -106,7 +108,7 @@ def linear_softmax(
   float32 and results are float32 for inputs of any float type. Neither the forward nor the backward
   pass holds an array of N·V elements. A bias of -inf removes its row from the distribution. A token
   outside [0, V) has no probability: its `log_prob` is nan, so that a loss over it cannot pass
-  unnoticed.
+  unnoticed, and its `rank` is -1.
 
   Every floating-point result is differentiable in `hidden`, `weight` and `bias`, in reverse mode.
   Under `jax.jit` XLA removes the gradient of an operand that needs none (`jax.lax.stop_gradient`,
@@ -135,6 +137,9 @@ def linear_softmax(
     mean: whether to compute the mean log-probability. Without a softcap it costs no pass: the mean
       score is hidden · (mean row) + (mean bias).
     top_k: number of best tokens to return, 0 to 128.
+    collision: whether to compute the sum of squared probabilities.
+    rank: whether to compute the rank of the token. Scores that differ by no more than their
+      rounding count as equal.
     scratch: bytes of scores that each device may keep for the gradient, instead of computing them
       again; None: as suits the device (`vqjax.ops.device`).
     tile: (tokens, vocabulary rows) that are scored at once on each device, of which nothing is
@@ -163,7 +168,7 @@ def linear_softmax(
     scratch=scratch,
     precision=precision,
   )
-  outputs = Outputs(entropy=entropy, mean=mean, top_k=top_k)
+  outputs = Outputs(entropy, mean, top_k, collision, rank)
   return _softmax(hidden, weight, tokens, bias, mask, options, outputs)
 
 
@@ -184,7 +189,11 @@ def _softmax(hidden, weight, tokens, bias, mask, options, outputs) -> LinearSoft
   compute = functools.partial(statistics.distribution, outputs)
   kept = None if counted is None else counted.kept
   stats = tiles.on_each_device((layer,), token, compute, kept)
-  stats = stats._replace(log_prob=jnp.where(valid, stats.log_prob, jnp.nan))
+  stats = stats._replace(
+    log_prob=jnp.where(valid, stats.log_prob, jnp.nan),
+    is_best=valid & stats.is_best,
+    rank=None if stats.rank is None else jnp.where(valid, stats.rank, -1),
+  )
   return stats if counted is None else counted.of_each(stats)
 
 

@@ -390,6 +390,11 @@ def raw_scores(a: Array, b: Array, contract: Any) -> Array:
   return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=dtype)
 
 
+def rounded_scores(raw: Array, operands: Dtype) -> Array:
+  """float32 scores, rounded as those of `raw_scores` from operands of a dtype."""
+  return raw.astype(_score_dtype(jnp.dtype(operands))).astype(jnp.float32)
+
+
 def _score_dtype(operands):
   return jnp.bfloat16 if device.current().rounds and operands == jnp.bfloat16 else jnp.float32
 
