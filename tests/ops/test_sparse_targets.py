@@ -254,7 +254,7 @@ def teacher_operands(*batch):
 
 class TestTopKDivergence:
   @pytest.mark.fast_cases(1)
-  @pytest.mark.parametrize("mixture", [0.3, 0, 1])
+  @pytest.mark.parametrize("mixture", [0.3, 0, 1, None])
   @pytest.mark.parametrize("options", OPTIONS)
   def test_values_and_all_gradients_equal_float64(self, mixture, options):
     hidden, weight, bias, _, _ = operands(13)
@@ -277,6 +277,8 @@ class TestTopKDivergence:
       if mixture == 1:
         log_p, log_q = log_q, log_p
       p, q = jnp.exp(log_p), jnp.exp(log_q)
+      if mixture is None:
+        return jnp.abs(p - q).sum(-1) / 2
       if mixture in (0, 1):
         return (q * (log_q - log_p)).sum(-1)
       log_m = jnp.log(mixture * q + (1 - mixture) * p)
