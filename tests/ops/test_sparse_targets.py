@@ -1,5 +1,6 @@
 """Tests of losses against a few tokens of each distribution, in float64 from all logits."""
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -205,6 +206,25 @@ class TestSparseTargetLoss:
       assert (losses[~counts] == 0).all()
     assert not found[0][~counts].any()
     chex.assert_trees_all_close((found[0][counts], *found[1:]), alone, atol=ATOL, rtol=0)
+
+  @pytest.mark.parametrize("shape", [None, MeshShape(2, 1, 4)])
+  def test_shifted_targets_of_one_hidden_vector_are_the_sum_of_their_losses(self, shape):
+    arrays = normals(0, (13, D), (V, D), (V,))
+    text = np.random.default_rng(1).integers(0, V, 13)
+    text[4:7] = 7  # the targets of a hidden vector may repeat
+    shifted = np.stack([np.pad(text[k:], (0, k), constant_values=-100) for k in range(4)], axis=-1)
+    share = np.where(shifted < 0, 0, np.float32([1, 0.5, 0.25, 0.1]))
+    options = ScoreOptions(tile=(4, 10), vocab_axis="model")
+
+    def ours(h, w, b):
+      return (linear_sparse_target_loss(h, w, shifted, share, b, options=options).cross_entropy,)
+
+    def whole(h, w, b):
+      log_p = jax.nn.log_softmax(scores(h, w, b))
+      return (-sum(share[:, k] * log_p[np.arange(13), shifted[:, k]] for k in range(4)),)
+
+    with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
+      compare(ours, whole, arrays, atol=ATOL)
 
   def test_mass_on_a_token_outside_of_the_vocabulary_makes_the_loss_nan(self):
     *arrays, bias, tokens, probs = operands(3)

@@ -121,6 +121,9 @@ def linear_sparse_target_loss(
     "renormalize":  both distributions are restricted to the k tokens: q / sum_j q_j against
                     p / sum_j p_j. The student's scores of other tokens have no gradient.
 
+  Several targets of one hidden vector, as in multi-token prediction, are "ignore" with the share of
+  each as its probability, 0 where a text ends: they share scores, normaliser and products.
+
   For renormalised targets against the whole distribution of the student, divide `probs` by their
   sum and use "ignore". A probability of 0 marks an unused entry, whose token may be any number and
   belongs to the others; an entry of another probability outside of the vocabulary makes the losses
@@ -131,7 +134,7 @@ def linear_sparse_target_loss(
   Args:
     hidden: one vector for each distribution.
     weight: one row for each token of the vocabulary.
-    tokens: k distinct tokens for each distribution, in any order.
+    tokens: k tokens for each distribution, in any order; with "ignore" they may repeat.
     probs: probability of each of them under the teacher.
     bias: one number for each row.
     rest: what becomes of the mass of all other tokens.
