@@ -194,7 +194,7 @@ def test_an_old_name_of_the_factor_is_understood(llama, tmp_path):
     ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "must be a number; got nan"),
     ({"llama.rope.freq_base": -1.0}, r"`llama.rope.freq_base` must be in \(1"),
     ({"llama.rope.scaling.factor": -1.0}, r"`llama.rope.scaling.factor` must be in \[1"),
-    ({"llama.rope.scaling.type": "longrope"}, "`llama.rope.scaling.type` must be .* got 'longr"),
+    ({"llama.rope.scaling.type": "longrope"}, "`short_factor` is missing"),
     ({"llama.rope.dimension_count": 4}, "`llama.rope.dimension_count` must be 8, the width"),
     ({"llama.attention.value_length": 4}, "`llama.attention.value_length` must be 8, the width"),
     ({"llama.rope.scaling.attn_factor": 2.0}, "`llama.rope.scaling.attn_factor` is not implemen"),
@@ -287,7 +287,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
-  with pytest.raises(ValueError, match="one of gpt2, llama, qwen3, gemma3_text; got 'mamba'"):
+  with pytest.raises(ValueError, match="one of gpt2, llama, .*gemma3_text; got 'mamba'"):
     checkpoints.load(tmp_path / "model.gguf")
 
 
