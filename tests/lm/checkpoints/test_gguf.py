@@ -287,7 +287,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
-  with pytest.raises(ValueError, match="one of gpt2, llama, .*gemma3_text; got 'mamba'"):
+  with pytest.raises(ValueError, match=r"one of gpt2, llama, .*gemma3_text; got 'mamba'"):
     checkpoints.load(tmp_path / "model.gguf")
 
 
