@@ -21,9 +21,6 @@ from vqjax.lab.report import units
 from vqjax.lab.report.plots import byte_axis, label_points
 from vqjax.lm.pages import INK, SERIES, blank
 
-CLUSTERED = "wikitext/vq-1024"
-"""The run whose codes Table 8 shows."""
-
 MAIN = {"ptb": "Table 10", "wikitext": "Table 1", "web": "Table 9"}
 """Setting -> the table that has all of its methods."""
 
@@ -162,7 +159,8 @@ def paper_table(results: Results, setting: VQLogitsSetting, name: str) -> pd.Dat
   methods = [row for row in by_name if not re.match(r"vq-\d+-", row)]
   names = methods if name == MAIN[setting.name] else printed
   measured = [measurement(results, setting, by_name[row]) for row in names]
-  return vq_logits_table(measured, printed, PAPER[MAIN[setting.name]]["full"])
+  table = vq_logits_table(measured, printed, PAPER[MAIN[setting.name]]["full"])
+  return table.drop(columns="floor, best bias")
 
 
 def conversions(results: Results, setting: VQLogitsSetting) -> list[Measurement]:
@@ -176,42 +174,18 @@ def conversions(results: Results, setting: VQLogitsSetting) -> list[Measurement]
 
 
 def setups(results: Results, settings: Mapping[str, VQLogitsSetting]) -> pd.DataFrame:
-  """Text, decoder and budget of each setting, and the paper's below it."""
-  lines = []
-  for name, here in settings.items():
-    setup = PAPER["Setup"][name]
-    paper = setup["text"], int(setup["vocab"]), SCALES["paper"][name]
-    for text, vocab, s in ((TEXTS[name], vocab_size(results, here), here), paper):
-      model, train = s.dense.model, s.dense.train
-      steps = f"{train.steps:,}"
-      lines.append(
-        {
-          "setting": name if s is here else f"{name}, paper",
-          "text": text,
-          "V": vocab and f"{vocab:,}",
-          "layers": str(model.layers),
-          "D": str(model.dim),
-          "tokens a step": f"{train.batch * model.context:,}",
-          "steps": f"{steps} + {s.fine_tune.steps:,}" if s is here else steps,
-        }
-      )
-  return pd.DataFrame(lines)
-
-
-def shared_words(results: Results) -> pd.DataFrame:
-  """Table 8: the code of `CLUSTERED` that most words of each row are on."""
-  quoted = lambda words: ", ".join(f"`{word}`" for word in words)
-  lines = []
-  for code in results.get(CLUSTERED, {}).get("clusters", ()):
-    line = {"run": quoted(code["known"] or code["words"])}
-    if code["known"]:
-      line |= {
-        "on one code": f"{len(code['held'])} of {len(code['known'])}",
-        "its most frequent other tokens": quoted(code["others"][:5]),
-        "its tokens": str(code["size"]),
-      }
-    lines.append(line)
-  return pd.DataFrame(lines)
+  """Text, vocabulary and steps of each setting, and the paper's text."""
+  return pd.DataFrame(
+    {
+      "setting": name,
+      "text": TEXTS[name],
+      "V": (vocab := vocab_size(results, s)) and f"{vocab:,}",
+      "steps": f"{s.dense.train.steps:,} + {s.fine_tune.steps:,}",
+      "paper's text": PAPER["Setup"][name]["text"],
+      "paper's V": f"{int(PAPER['Setup'][name]['vocab']):,}",
+    }
+    for name, s in settings.items()
+  )
 
 
 def paper_speed() -> pd.DataFrame:
@@ -360,8 +334,8 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   frames = {
     "settings": setups(results, settings),
     **{_slug(table): paper_table(results, settings[name], table) for name, table in MAIN.items()},
-    **{_slug(name): paper_table(results, settings["wikitext"], name) for name in ABLATIONS},
-    "table-8": shared_words(results),
+    # No row of Section 6 was run.
+    **{_slug(name): paper_table(results, settings["wikitext"], name) for name in ABLATIONS[:-1]},
     "conversions": vq_logits_table(converted),
     "paper-speed": paper_speed(),
     "table-3": speed_table(speed),
