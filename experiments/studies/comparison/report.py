@@ -138,13 +138,12 @@ def comparison_table(
       "test perplexity": _perplexity(runs).show(1),
       "% from the reference": difference and str(difference),
       "verdict": difference and difference.verdict,
-      "bytes": units.size(size),
     }
     if of_reference:
       parts = next(iter(of_reference.values()))
-      line["of the reference"] = units.ratio(size / head_bytes(rows(s)[0], parts, s))
+      line["bytes, of the reference"] = units.ratio(size / head_bytes(rows(s)[0], parts, s))
       inputs = parts["embedding"]["state_bytes"]
-      line["with the inputs"] = units.size(size + (0 if row.is_tied else inputs))
+      line["bytes, with the inputs"] = units.size(size + (0 if row.is_tied else inputs))
     if costs:
       own = costs.get(row.name, {})
       times = {"training": own.get("step"), "sample": own.get("sample")}
@@ -277,8 +276,9 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   blocks, figures, tuned = {}, {}, []
   for s in SCALES["cpu"]:
     tables = _tables(results, s, docs)
-    tuned.append(tables.pop("tunings"))
-    for title, frame in tables.items():
+    tuned.append(tables["tunings"])
+    for title in ("heads", "runs") if s.name == "ptb" else ("heads",):
+      frame = tables[title]
       blocks[f"{s.name}-{title}"] = study_page.markdown(frame) if len(frame) else units.MISSING
     blocks[f"{s.name}-summary"] = summary(results, s)
     figures[f"comparison-{s.name}.png"] = compared_bytes_figure(results, s)
