@@ -74,7 +74,7 @@ class NewRows:
   def __post_init__(self):
     if self.first < 1:
       raise ValueError(
-        f"NewRows: `first` must be at least 1; got {self.first}. Give the id of the first new token."
+        f"NewRows: `first` must be at least 1; got {self.first}. Give the first new token's id."
       )
 
   def learning_rate(self, train: Train) -> optax.Schedule:
