@@ -439,3 +439,26 @@ def test_signatures_name_the_fields():
   parameters = layers.CodebookHead.__signature__.parameters
   names = {f.name for f in dataclasses.fields(vqjax.CodebookHead)} - {"parent", "name"}
   assert names | {"rngs", "axis_rules"} == set(parameters)
+
+
+IDS = np.random.default_rng(0).zipf(1.4, 2000) % V
+
+
+def test_a_layer_begins_with_a_text_as_the_linen_layer_does():
+  fields = {"codes": 13}
+  linen = heads.CodebookHead.from_tokens(IDS, V, D, **fields)
+  head = layers.CodebookHead.from_tokens(IDS, V, D, **fields, rngs=nnx.Rngs(0))
+  assert head.layer == linen
+  expected = jax.jit(linen.init)(jax.random.key(0), HIDDEN)
+  assert_equal(head.linen_variables(), expected)
+
+
+def test_a_head_that_begins_with_a_text_shares_an_embedding_that_does():
+  text = vqjax.assign.TextStats.of(IDS, V)
+  embedding = layers.DenseEmbedding.from_tokens(text, V, D, rngs=nnx.Rngs(0))
+  head = layers.DenseHead.from_tokens(text, V, D, embedding=embedding, rngs=nnx.Rngs(0))
+  assert head.embedding is embedding
+  np.testing.assert_array_equal(embedding.weight.get_value(), text.contexts(D))
+  np.testing.assert_array_equal(head.bias.get_value(), text.log_frequencies())
+  counted = layers.DenseHead.from_counts(text.counts, V, D, rngs=nnx.Rngs(0))
+  np.testing.assert_array_equal(counted.bias.get_value(), text.log_frequencies())

@@ -27,19 +27,20 @@ import functools
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jaxtyping import ArrayLike
 
 from vqjax import layer as linen_layer
 from vqjax.embeddings import DenseEmbedding
 from vqjax.types import Size
 from vqjax.variables import Variable
 
-__all__ = ["AxisRules", "Codes", "Layer", "LayerState"]
+__all__ = ["AxisRules", "Codes", "Layer", "LayerState", "VocabularyLayer"]
 
 # Logical axis, as in `logical_axes()`, -> axes of the mesh; an absent one is not sharded.
 AxisRules = Mapping[str, str | tuple[str, ...] | None]
@@ -260,6 +261,50 @@ class Layer(nnx.Module):
         _assign(getattr(self, self._attribute(name)), part, here)
 
 
+class VocabularyLayer(Layer):
+  """An NNX layer of a vocabulary, which may begin with what a text tells about its tokens."""
+
+  vocab: int
+  dim: int
+  vocab_axis: str | None
+
+  @classmethod
+  def from_tokens(
+    cls,
+    ids: Any,
+    vocab: int,
+    dim: int,
+    *fields: Any,
+    rngs: nnx.Rngs,
+    axis_rules: AxisRules | None = None,
+    **named: Any,
+  ) -> Self:
+    """The layer whose codes, order, rows and biases a text gives; see `vqjax.Head.from_tokens`."""
+    return cls._begun("from_tokens", ids, (vocab, dim, *fields), named, rngs, axis_rules)
+
+  @classmethod
+  def from_counts(
+    cls,
+    counts: ArrayLike,
+    vocab: int,
+    dim: int,
+    *fields: Any,
+    rngs: nnx.Rngs,
+    axis_rules: AxisRules | None = None,
+    **named: Any,
+  ) -> Self:
+    """The layer whose codes, order and biases frequencies give; see `vqjax.Head.from_counts`."""
+    return cls._begun("from_counts", counts, (vocab, dim, *fields), named, rngs, axis_rules)
+
+  @classmethod
+  def _begun(cls, how, given, fields, named, rngs, axis_rules):
+    named = dict(zip(cls.__signature__.parameters, fields)) | named
+    shared = {name: x for name, x in named.items() if isinstance(x, (Layer, nnx.Embed, nnx.Param))}
+    linen = {name: _linen(x) for name, x in shared.items()}
+    begun = getattr(cls.of, how)(given, **named | linen)
+    return cls(**_fields(begun) | shared, rngs=rngs, axis_rules=axis_rules)
+
+
 # The NNX class of each Linen class that has one.
 _NNX_CLASS: dict[type, type[Layer]] = {}
 
@@ -274,9 +319,13 @@ def _of_linen(layer: linen_layer.Layer, rngs: nnx.Rngs, rules: AxisRules) -> Lay
     # A subclass from elsewhere gets a class here, which `__init_subclass__` enters.
     base = next((_NNX_CLASS[parent] for parent in of.__mro__ if parent in _NNX_CLASS), Layer)
     type(base)(of.__name__, (base,), {}, of=of)
+  return _NNX_CLASS[of](**_fields(layer), rngs=rngs, axis_rules=rules)
+
+
+def _fields(layer: linen_layer.Layer) -> dict[str, Any]:
+  """The fields that a Linen layer was constructed with."""
   names = [f.name for f in dataclasses.fields(layer) if f.init and f.name not in _LINEN]
-  fields = {name: getattr(layer, name) for name in names}
-  return _NNX_CLASS[of](**fields, rngs=rngs, axis_rules=rules)
+  return {name: getattr(layer, name) for name in names}
 
 
 def _linen(shared: Any) -> linen_layer.Layer:
