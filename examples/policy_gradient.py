@@ -56,8 +56,11 @@ def update(policy, optimizer, text):
   group = score.reshape(-1, GROUP)
   advantage = (group - group.mean(1, keepdims=True)) / (group.std(1, keepdims=True) + 1e-6)
   for _ in range(2):
-    gradient = nnx.grad(clipped_loss)(policy, text, old, advantage.reshape(-1))
-    optimizer.update(policy, gradient)
+    graph, params, rest = nnx.split(policy, nnx.Param, ...)
+    of_params = lambda params, rest: clipped_loss(
+      nnx.merge(graph, params, rest), text, old, advantage.reshape(-1)
+    )
+    optimizer.update(policy, nnx.grad(of_params)(params, rest))
   return score.mean()
 
 
