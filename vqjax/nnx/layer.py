@@ -211,7 +211,7 @@ class Layer(nnx.Module):
     for name, part in self.layer.declare().items():
       if (held := vars(self).get(self._attribute(name))) is None:
         raise ValueError(
-          f"`{name}` of {type(self).__name__} must be handed to it in NNX's tree mode; it holds none."
+          f"`{name}` must be handed to a {type(self).__name__} in NNX's tree mode; it holds none."
           f" Call head.tied(model.{name}).log_prob(hidden, tokens)."
         )
       for collection, tree in _values(held, part).items():
