@@ -92,11 +92,19 @@ def _given(table, key, shape, dtype):
   """A given array as an initialiser."""
   del key
   if np.shape(table) != shape:
+    remedy = "Give a row for each token, in the order of the token ids."
     raise ValueError(
-      f"a given array must have shape {shape}; got {np.shape(table)}. Give a row for each token, in"
-      " the order of the token ids."
+      f"a given array must have shape {shape}; got {np.shape(table)}. "
+      + shape_remedy(shape, np.shape(table), remedy)
     )
   return jnp.asarray(table, dtype)
+
+
+def shape_remedy(shape: tuple[int, ...], given: tuple[int, ...], remedy: str) -> str:
+  """What to do about a wrong shape: a kernel [D, V] of a dense layer is transposed."""
+  if len(shape) == 2 and given == shape[::-1] != shape:
+    return "Transpose it: layers have a row for each token, [V, D], and kernels are [D, V]."
+  return remedy
 
 
 def integer_variable(

@@ -46,7 +46,7 @@ from vqjax.convert.targets import (
   ToProduct,
   ToResidual,
 )
-from vqjax.convert.trained_variables import frozen, merged, part_of, to_head, with_part
+from vqjax.convert.trained_variables import frozen, head_of, merged, part_of, to_head, with_part
 
 __all__ = [
   "Balanced",
@@ -81,6 +81,7 @@ __all__ = [
   "clustered",
   "compress",
   "frozen",
+  "head_of",
   "in_order",
   "likely_tokens",
   "merged",
