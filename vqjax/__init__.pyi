@@ -67,3 +67,4 @@ from .quantizers import FreeQuantizer as FreeQuantizer
 from .quantizers import Quantizer as Quantizer
 from .quantizers import SoftmaxQuantizer as SoftmaxQuantizer
 from .types import Size as Size
+from .variables import optimizer_labels as optimizer_labels
