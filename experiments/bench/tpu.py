@@ -34,8 +34,8 @@ from vqjax import (
   ProductHead,
   linear_cross_entropy,
 )
-from vqjax.lab import exits
-from vqjax.lab.plan import chips, compiling
+from vqjax.lab import chips, exits
+from vqjax.lab.plan import compiling
 from vqjax.lab.report import units
 from vqjax.lab.training import provenance
 
