@@ -13,6 +13,7 @@ import math
 import pathlib
 import struct
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -354,9 +355,47 @@ def _read_gguf(path: pathlib.Path) -> ModelSource:
     bytes_ = header.data[entry.first : entry.first + entry.nbytes]
     read = functools.partial(_rows, gguf, bytes_, kind, entry.shape)
     tensors[name] = Tensor(entry.shape, kind.name, entry.nbytes, read)
+  runtime = container.UNPACKED
+  if TABLES_KEY in header.metadata:
+    manifest, tensors = _gguf_tables(path, header.metadata[TABLES_KEY], tensors)
+    runtime, tensors = manifest.runtime, _decompressed(path, manifest, tensors)
   config, origin = _gguf_config(path, header.metadata, tensors)
   _check_gguf_tokenizer(header.metadata, origin)
-  return ModelSource(path, "gguf", config, tensors, (path,), header.metadata, origin=origin)
+  return ModelSource(
+    path, "gguf", config, tensors, (path,), header.metadata, runtime=runtime, origin=origin
+  )
+
+
+TABLES_KEY = "vqjax.tables"
+"""Key of a GGUF's metadata whose text is about its tables, as `vqjax.json` of a folder is."""
+
+PART_DTYPES = {"I8": np.uint8, "I16": np.uint16, "I32": np.int32, "F16": np.float16}
+"""Types of tensors of a GGUF -> number formats of the parts of compressed tables."""
+
+
+def _gguf_tables(
+  path: pathlib.Path, text: Any, tensors: dict[str, Tensor]
+) -> tuple[container.Manifest, dict[str, Tensor]]:
+  """What a GGUF says of its compressed tables; its tensors, with parts of tables as stored."""
+  try:
+    read = json.loads(text)
+    names, sums, runtime = read["tables"], read["crc32"], read["runtime"]
+    if (read["format"], read["version"]) != (container.FORMAT, container.VERSION):
+      raise ValueError("another version of vqjax wrote it")
+    parts = {name: tensor for name, tensor in tensors.items() if container.SEPARATOR in name}
+    if parts.keys() != sums.keys():
+      raise ValueError("other parts than it names")
+    for name, tensor in parts.items():
+      array = np.asarray(tensor.read(slice(None))).view(PART_DTYPES[tensor.format])
+      if zlib.crc32(np.ascontiguousarray(array)) != sums[name]:
+        raise ValueError(f"another checksum of {name}")
+      tensors = tensors | {name: _view(array, tensor.format)}
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    raise ValueError(
+      f"{path} must have the compressed tables that it was written with; got {error}. It is"
+      " damaged: copy it again."
+    ) from None
+  return container.Manifest(names, runtime), tensors
 
 
 def gguf_header(path: pathlib.Path) -> Header:
