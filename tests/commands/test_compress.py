@@ -745,7 +745,9 @@ def test_models_with_tables_of_every_block_are_refused_by_their_name(name, texts
   config.save_pretrained(tmp_path)
   save_file({"embed_tokens_per_layer.weight": np.zeros((2, 4))}, tmp_path / "model.safetensors")
   line = refused(capsys, call(tmp_path, texts, tmp_path / "out", "--kl", "1"))
-  assert f"got '{name}'. Other architectures are not implemented" in line
+  assert f"got '{name}'. Other architectures are not run here" in line
+  for words in ("collect(", "--table TENSOR", "vqjax.torch.load_tables("):
+    assert words in line
   assert not (tmp_path / "out").exists()
 
 

@@ -125,6 +125,36 @@ def open_source(path: str | pathlib.Path) -> ModelSource:
   )
 
 
+def read_tensors(path: str | pathlib.Path) -> tuple[str | None, dict[str, Tensor]]:
+  """The architecture and the tensors of any safetensors or GGUF, whether its model is known or not.
+
+  Compressed tables are in place of their parts.
+
+  Raises:
+    FileNotFoundError: there is no such file, or the folder has none.
+    ValueError: a file is damaged, or of another kind.
+  """
+  path = pathlib.Path(path)
+  if path.is_dir() and not any(path.glob("*.safetensors")) and (files := [*path.glob("*.gguf")]):
+    path = _only(path, files)
+  if path.suffix == ".gguf":
+    header, tensors = gguf_header(path), _gguf_tensors(path, gguf_header(path))[1]
+    kind = header.metadata.get("general.architecture")
+    return kind if isinstance(kind, str) else None, tensors
+  files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+  if not files or not files[0].is_file():
+    raise FileNotFoundError(
+      f"`path` must be a folder or file of safetensors, or a GGUF; got {path}. Download it first."
+    )
+  tensors = {name: tensor for file in files for name, tensor in _safetensors(file).items()}
+  folder = path if path.is_dir() else path.parent
+  if path.is_dir() and (folder / container.MANIFEST).is_file():
+    tensors = _decompressed(folder, container.read_manifest(folder), tensors)
+  config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+  kind = config.get("model_type")
+  return kind if isinstance(kind, str) else None, tensors
+
+
 def _only(path: pathlib.Path, files: list[pathlib.Path]) -> pathlib.Path:
   if len(files) > 1:
     names = ", ".join(file.name for file in files)
@@ -348,7 +378,18 @@ def import_checkpoints_extra(module: str) -> ModuleType:
 
 def _read_gguf(path: pathlib.Path) -> ModelSource:
   """A GGUF: metadata, and tensors that may be quantised."""
-  gguf, header = import_checkpoints_extra("gguf"), gguf_header(path)
+  header = gguf_header(path)
+  runtime, tensors = _gguf_tensors(path, header)
+  config, origin = _gguf_config(path, header.metadata, tensors)
+  _check_gguf_tokenizer(header.metadata, origin)
+  return ModelSource(
+    path, "gguf", config, tensors, (path,), header.metadata, runtime=runtime, origin=origin
+  )
+
+
+def _gguf_tensors(path: pathlib.Path, header: Header) -> tuple[str, dict[str, Tensor]]:
+  """The form of the tables in memory, and the tensors, with tables in place of their parts."""
+  gguf = import_checkpoints_extra("gguf")
   tensors = {}
   for name, entry in header.entries.items():
     kind = gguf.GGMLQuantizationType(entry.kind)
@@ -359,11 +400,7 @@ def _read_gguf(path: pathlib.Path) -> ModelSource:
   if TABLES_KEY in header.metadata:
     manifest, tensors = _gguf_tables(path, header.metadata[TABLES_KEY], tensors)
     runtime, tensors = manifest.runtime, _decompressed(path, manifest, tensors)
-  config, origin = _gguf_config(path, header.metadata, tensors)
-  _check_gguf_tokenizer(header.metadata, origin)
-  return ModelSource(
-    path, "gguf", config, tensors, (path,), header.metadata, runtime=runtime, origin=origin
-  )
+  return runtime, tensors
 
 
 TABLES_KEY = "vqjax.tables"
