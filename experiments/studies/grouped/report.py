@@ -44,7 +44,6 @@ TITLES = {
   "loss": "Loss and gradient, N = 4096, D = 256, V = 50,257",
   "least": "Group sizes of the least memory, tokens a group",
   "drawing": "Drawing the pictures in the training step",
-  "bench-origins": "Origin of the bench's measurements",
 }
 
 
@@ -59,10 +58,9 @@ def read_cost(docs: pathlib.Path) -> BenchFigures | None:
   """The figures of the grouped benchmarks; None if there are none."""
   parts = {part: study_page.bench(docs, f"grouped-{part}") for part in PARTS}
   parts = {part: figures for part, figures in parts.items() if figures is not None}
-  if not parts:
-    return None
-  provenance = {part: figures.pop("provenance") for part, figures in parts.items()}
-  return parts | parts.get("sizes", {}) | {"provenance": provenance}
+  for figures in parts.values():
+    del figures["provenance"]
+  return parts | parts.get("sizes", {}) if parts else None
 
 
 def page_tables(results: Results, scale: str, cost: BenchFigures | None) -> dict[str, pd.DataFrame]:
@@ -76,7 +74,7 @@ def page_tables(results: Results, scale: str, cost: BenchFigures | None) -> dict
   }
   if cost is not None:
     frames |= {"memory": _memory(cost), "speed": _speed(cost), "loss": _loss(cost)}
-    frames |= {"least": _least(cost), "drawing": _drawing(cost), "bench-origins": _origins(cost)}
+    frames |= {"least": _least(cost), "drawing": _drawing(cost)}
   return {name: frame for name, frame in frames.items() if len(frame)}
 
 
@@ -308,15 +306,6 @@ def _drawing(cost: BenchFigures) -> pd.DataFrame:
     | {"draw / step, %": f"{100 * images['draw_of_step']:.1f}"}
     for images in lines
   ])  # fmt: skip
-
-
-def _origins(cost: BenchFigures) -> pd.DataFrame:
-  lines = [
-    {"part": part, "device": of["device"], "commit": of["commit"], "day": of["date"][:10]}
-    for part, of in cost.get("provenance", {}).items()
-  ]
-  failed = {step: row["error"] for step, row in _steps(cost).items() if "error" in row}
-  return pd.DataFrame([*lines, *({"part": f"{step} failed: {of}"} for step, of in failed.items())])
 
 
 def _frame(axes: Axes, across: str, up: str) -> None:

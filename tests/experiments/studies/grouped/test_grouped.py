@@ -100,8 +100,7 @@ def test_quick_measurements_of_the_bench_are_left_out(cost, tmp_path):
   }
   path.write_text(json.dumps(figures))
   read = report.read_cost(tmp_path)
-  assert read.keys() == {"steps", "provenance"}
-  assert read["provenance"].keys() == {"steps"}
+  assert read.keys() == {"steps"}
 
 
 def test_every_row_of_the_paper_is_a_row_of_the_study():
