@@ -221,14 +221,20 @@ def _top(results: Results) -> pd.DataFrame:
   ])  # fmt: skip
 
 
-STEPS = {
-  f"{dim}/{name}": f"{dim} ({size}): {label}"
-  for dim, size in WIDTHS.items()
-  for name, label in MODELS.items()
-}
-"""Training step of Tables 2 and 3 -> its label."""
+STEPS = [f"{dim}/{name}" for dim in WIDTHS for name in MODELS]
+"""Training steps of Tables 2 and 3."""
 
-DENSE_STEPS = [f"{step.split('/')[0]}/gpt-2" for step in STEPS]
+
+def _by_width(quantities: Mapping[str, pd.Series]) -> pd.DataFrame:
+  """A line for each width and quantity of `STEPS` that has a number, a column for each model."""
+  lines = []
+  for dim, size in WIDTHS.items():
+    for title, texts in quantities.items():
+      of_step = dict(zip(STEPS, texts, strict=True))
+      cells = {label: of_step[f"{dim}/{name}"] for name, label in MODELS.items()}
+      if not pd.isna(list(cells.values())).all():
+        lines.append({"width": f"{dim} ({size}): {title}"} | cells)
+  return pd.DataFrame(lines)
 
 
 def _steps(cost: BenchFigures) -> dict[str, Mapping[str, Any]]:
@@ -238,37 +244,25 @@ def _steps(cost: BenchFigures) -> dict[str, Mapping[str, Any]]:
 
 def _memory(cost: BenchFigures) -> pd.DataFrame:
   steps = _steps(cost)
-  plain = lambda names: _numbers(steps, names, "without_remat", "peak_bytes") / 1e9
-  remat = lambda names: _numbers(steps, names, "peak_bytes") / 1e9
-  frame = pd.DataFrame({
-    "model": list(STEPS.values()),
-    "compiled": _text(plain(STEPS), "{:.2f}"),
-    "recomputing": _text(remat(STEPS), "{:.2f}"),
-    "of GPT-2": _text(remat(STEPS) / remat(DENSE_STEPS), "{:.2f}"),
-    "paper, GB": _printed("2", STEPS, "GB"),
-  })  # fmt: skip
+  remat = _text(_numbers(steps, STEPS, "peak_bytes") / 1e9, "{:.2f}")
+  plain = _text(_numbers(steps, STEPS, "without_remat", "peak_bytes") / 1e9, "{:.2f}")
   # The step with recomputed blocks is compiled first; an error is of the first that failed.
   failed = pd.Series(["error" in steps.get(step, {}) for step in STEPS])
-  frame.loc[failed & frame["recomputing"].notna(), "compiled"] = "failed"
-  frame.loc[failed & frame["recomputing"].isna(), "recomputing"] = "failed"
-  return frame
+  plain[failed & remat.notna()] = "failed"
+  remat[failed & remat.isna()] = "failed"
+  return _by_width(
+    {"GB, recomputing": remat, "GB, as compiled": plain, "GB, paper": _printed("2", STEPS, "GB")}
+  )
 
 
 def _speed(cost: BenchFigures) -> pd.DataFrame:
-  numbers = functools.partial(_numbers, _steps(cost))
-  speed, weights = numbers(STEPS, "tokens_per_s"), numbers(STEPS, "macs", "weights") / 1e9
-  printed = _printed("3", STEPS, "tokens/s").astype(float)
-  of_dense = printed / _printed("3", DENSE_STEPS, "tokens/s").astype(float)
-  frame = pd.DataFrame({
-    "model": list(STEPS.values()),
-    "tokens/s": _text(speed, "{:,.0f}"),
-    "of GPT-2": _text(speed / numbers(DENSE_STEPS, "tokens_per_s"), "{:.2f}×"),
-    "paper": _text(printed, "{:,.0f}"),
-    "of its GPT-2": _text(of_dense, "{:.2f}×"),
-    "GMAC": _text(weights, "{:.2f}"),
-    "paper's GFLOPs": _printed("3", STEPS, "GFLOPs"),
+  numbers = functools.partial(_numbers, _steps(cost), STEPS)
+  return _by_width({
+    "tokens/s": _text(numbers("tokens_per_s"), "{:,.0f}"),
+    "tokens/s, paper": _text(_printed("3", STEPS, "tokens/s").astype(float), "{:,.0f}"),
+    "GMAC": _text(numbers("macs", "weights") / 1e9, "{:.2f}"),
+    "GFLOPs, paper": _printed("3", STEPS, "GFLOPs"),
   })  # fmt: skip
-  return frame.dropna(subset=["tokens/s", "paper"], how="all")
 
 
 def _loss(cost: BenchFigures) -> pd.DataFrame:
