@@ -81,6 +81,12 @@ class Variable:
     if isinstance(self.init, Given):
       object.__setattr__(self, "init", functools.partial(_given, self.init.table))
 
+  @property
+  def is_known(self) -> bool:
+    """Whether the value follows from the declaration: a given array, or a table of codes."""
+    is_given = isinstance(self.init, functools.partial) and self.init.func is _given
+    return is_given or self.collection == "codes"
+
 
 def _given(table, key, shape, dtype):
   """A given array as an initialiser."""
@@ -139,6 +145,22 @@ def count_and_bytes(declaration: Declaration) -> tuple[int, int]:
   arrays = _by_collection(declaration, lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype))
   params = sum(math.prod(x.shape) for x in jax.tree.leaves(arrays.get("params", {})))
   return params, sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+
+
+def known_values(declaration: Declaration) -> dict[str, dict[str, Any]]:
+  """The values that need no key, of given arrays and tables of codes, as trees by collection."""
+  trees: dict[str, dict[str, Any]] = {}
+  for name, part in declaration.items():
+    if isinstance(part, Variable):
+      if part.is_known:
+        source = trees.get(part.collection, {}).get(part.source)
+        made = part.init(source, part.shape, part.dtype)
+        trees.setdefault(part.collection, {})[name] = made
+      continue
+    nested = part if isinstance(part, Mapping) else part.declare()
+    for collection, tree in known_values(nested).items():
+      trees.setdefault(collection, {})[name] = tree
+  return trees
 
 
 def by_collection(declaration: Declaration, arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

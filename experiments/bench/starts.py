@@ -99,7 +99,7 @@ def trained(pair: Layers, train: np.ndarray, valid: np.ndarray, steps: int) -> d
   first = scored(params)
   for _ in range(steps):
     params, moments = step(params, moments, rest, batch(train, BATCH, rng))
-  return {"first": first, "last": scored(params)}
+  return {"first_nats": first, "last_nats": scored(params)}
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
@@ -116,10 +116,10 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
     began = time.perf_counter()
     pair = make()
     seconds = time.perf_counter() - began
-    found = trained(pair, train, valid, steps) | {"seconds": seconds}
+    found = trained(pair, train, valid, steps) | {"start_time": seconds}
     figures["nats"].setdefault(name, {})[start] = found
     measure.say(
-      f"{name}, {start}: {found['first']:.3f} nats, after {steps} steps {found['last']:.3f}"
+      f"{name}, {start}: {found['first_nats']:.3f} nats, after {steps} steps {found['last_nats']:.3f}"
       f" ({seconds:.1f} s to begin)"
     )
     yield figures

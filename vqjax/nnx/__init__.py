@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax import embeddings, heads, quantizers
 from vqjax.embeddings import CompactEmbedding
-from vqjax.nnx.layer import AxisRules, Codes, Layer, LayerState
+from vqjax.nnx.layer import AxisRules, Codes, Layer, LayerState, VocabularyLayer
 from vqjax.ops.certified import Best
 from vqjax.ops.gradient_share import GradientShare
 from vqjax.ops.row_factory import RowFactory
@@ -29,12 +29,8 @@ from vqjax.types import Size
 Terms = dict[str, Float[Array, ""]]
 
 
-class Head(Layer, of=heads.Head):
+class Head(VocabularyLayer, of=heads.Head):
   """A distribution over the vocabulary for each hidden vector."""
-
-  vocab: int
-  dim: int
-  vocab_axis: str | None
 
   def __call__(self, hidden: Float[ArrayLike, "*B D"]) -> Float[Array, "*B V"]:
     """Return `logits(hidden)`."""
@@ -90,12 +86,8 @@ class Head(Layer, of=heads.Head):
     return self._call("gradient_share", hidden, tokens)
 
 
-class Embedding(Layer, of=embeddings.Embedding):
+class Embedding(VocabularyLayer, of=embeddings.Embedding):
   """A map from tokens to vectors."""
-
-  vocab: int
-  dim: int
-  vocab_axis: str | None
 
   def __call__(self, tokens: Integer[ArrayLike, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""
