@@ -643,7 +643,7 @@ def _d_mixture(mixture, scores, row_v11, given):
   )
 
 
-_pass.defvjp(_pass_forward, _pass_backward)
+_pass.defvjp(*map(vocab_parallel.own_promotion, (_pass_forward, _pass_backward)))
 
 
 class LinearComparison(NamedTuple):
