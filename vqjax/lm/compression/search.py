@@ -19,8 +19,8 @@ from vqjax.lm import checkpoints
 from vqjax.lm.compression.exports import ROWS
 from vqjax.lm.compression.judging import Reference, tables_of, with_tables
 from vqjax.lm.models import Transformer
-from vqjax.tables import CodedTable, Moments, PackedTable, container, pack
-from vqjax.tables.coded import MOST_LEVELS, Coordinates, Levels
+from vqjax.tables import CodedTable, Moments, PackedTable, container, entropy_coder, pack
+from vqjax.tables.coded import MOST_LEVELS, Coordinates
 from vqjax.tables.packing import fixed_bytes
 
 __all__ = ["Compression", "search"]
@@ -39,15 +39,6 @@ AIM = 0.997
 
 MOST_CODINGS = 8
 """Most steps at which the tables are coded to meet a size."""
-
-FINE_STEP = 2.0**-10
-"""Step in which a sample of rows is kept, to count the bytes of larger ones."""
-
-ROUNDED = 1.13
-"""Coordinates take about as many bits where they are rounded to multiples of so many steps."""
-
-SAMPLE = 2**15
-"""Rows of a sample, or up to twice as many."""
 
 LEAST_STEP, LARGEST_STEP = 2.0**-14, 2.0**10
 """Steps that are tried, unless the coordinates of a table are very large."""
@@ -121,7 +112,7 @@ class Tables:
     for _ in range(MOST_CODINGS):
       tables = {}  # given back before there are new ones
       made, tables = step, self.tables_at(step)
-      coded = {name: container.encode_table(table, progress) for name, table in tables.items()}
+      coded = {name: entropy_coder.encode_table(table, progress) for name, table in tables.items()}
       total = sum(array.nbytes for parts in coded.values() for array in parts.values())
       totals[step] = total
       fits = size is None or total <= size
@@ -188,27 +179,11 @@ class Tables:
         return point.step
     return math.sqrt(low * high)
 
-  @functools.cached_property
-  def _samples(self) -> tuple[float, dict[str, tuple[CodedTable, int]]]:
-    """A fine step; some rows of the tables rounded to it, and the number of all rows."""
-    fine, samples = max(FINE_STEP, 2 * self.limits[0]), {}
-    for name, own in self._coordinates.items():
-      samples[name] = own.rounded(fine, max(1, own.shape[0] // SAMPLE)), own.shape[0]
-    return fine, samples
-
   def size(self, step: float) -> int:
     """Bytes of all tables at a step, about, from a sample of their rows."""
-    fine, samples = self._samples
     # No table has a smaller step, and integers would overflow.
-    ratio = fine / (ROUNDED * max(step, self.limits[0]))
-    total = 0
-    for own, rows in samples.values():
-      levels = Levels(own.shape)
-      for first in range(0, len(levels), ROWS):
-        block = slice(first, first + ROWS)
-        levels[block] = np.rint(own.levels[block] * ratio).astype(np.int32)
-      total += container.coded_bytes(dataclasses.replace(own, levels=levels), rows, quantizers=1)
-    return total
+    step = max(step, self.limits[0])
+    return sum(own.size(step) for own in self._coordinates.values())
 
 
 class Compression(Tables):
