@@ -232,7 +232,7 @@ def test_bytes_are_known_from_some_rows(monkeypatch):
     parts = entropy_coder.encode_table(made.coded(step))
     # About as far as bits of 2,000 rows differ from those of others.
     assert made.size(step) == pytest.approx(sum(x.nbytes for x in parts.values()), rel=0.02)
-  assert made.largest == pytest.approx(np.abs(made.coded(1.0).levels[:]).max(), abs=1)
+  assert made.largest == pytest.approx(np.abs(made.coded(1.0).levels[:]).max(), abs=2)
 
 
 def test_rows_that_sixteen_bits_cannot_hold_are_kept_whole():
