@@ -20,12 +20,12 @@ from vqjax.commands import compress, export, inspect, score, trim
 from vqjax.lm import checkpoints, jobs, records, tokenizers
 from vqjax.lm.checkpoints import RUNTIMES
 from vqjax.lm.checkpoints.runtime import StoredEmbedding
-from vqjax.lm.compression import folders, judging, search
+from vqjax.lm.compression import decoder_tables, folders, judging
 from vqjax.lm.generation import EarlyExit, Sampling, generate
 from vqjax.lm.sources import readers
 from vqjax.lm.texts import TextWindows, encode_text
 from vqjax.sharding import MeshShape, make_mesh
-from vqjax.tables import Moments, coded_table, container
+from vqjax.tables import Moments, coded_table, container, search
 
 pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 
@@ -375,14 +375,32 @@ def refused(capsys, code):
   return capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_a_divergence_that_no_step_reaches_is_refused_with_the_least(
-  folder, texts, tmp_path, capsys
-):
-  line = refused(capsys, call(folder, texts, tmp_path / "out", "--kl", "1e-15"))
-  pattern = r"the least divergence of these tables is (\S+) nats a token; got 1e-15. Give at least "
-  found = re.search(pattern + r"(\S+), or", line)
-  assert 1e-15 < float(found[1]) < float(found[2]) < 1e-3
-  assert not (tmp_path / "out").exists()
+def searched(divergence, bound, points=()):
+  """The point that a search of a divergence finds, and all points that it knows."""
+  return search.search(
+    lambda step: search.Point(step, 100, divergence(step)), kl=bound, points=points
+  )
+
+
+def test_a_divergence_that_no_step_reaches_is_refused_with_the_least():
+  pattern = (
+    r"the least divergence of these tables is 0\.0123 nats .*; got 0\.01. Give at least 0\.013"
+  )
+  for _ in range(2):
+    with pytest.raises(ValueError, match=pattern):
+      searched(lambda step: 0.0123 + step**2, 0.01)
+
+
+@pytest.mark.parametrize("power", [1.0, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 30.0])
+def test_a_divergence_that_some_step_reaches_is_found_whatever_its_slope(power, scale):
+  # Large divergences grow no more, as those of models that know nothing any more.
+  divergence = lambda step: 8 * np.tanh(scale * step**power / 8)
+  best, points = searched(divergence, 0.01)
+  assert 0.9 * 0.01 < best.kl <= 0.01
+  assert len(points) <= 24
+  # Going on from what is known is the same.
+  assert searched(divergence, 0.01, points)[0] == best
 
 
 def test_texts_of_one_name_are_domains_by_their_paths(folder, texts, tmp_path):
@@ -496,7 +514,7 @@ def test_the_least_size_is_that_of_the_file():
 def test_few_steps_are_coded_until_a_size_near_the_least_is_refused_or_filled(
   part, scale, monkeypatch
 ):
-  monkeypatch.setattr(search, "SAMPLE", 256)
+  monkeypatch.setattr("vqjax.tables.coded.SAMPLE", 256)
   made = of_numbers(521, 32, scale)
   coded = made.coded(made.limits[1], None)[2]
   least = sum(array.nbytes for array in coded["t"].values())
@@ -723,7 +741,7 @@ def test_a_call_that_ends_while_it_writes_leaves_no_folder(
 @pytest.mark.parametrize("runtime", ["unpacked", pytest.param("packed", marks=pytest.mark.slow)])
 def test_an_interrupted_call_goes_on_where_it_was(runtime, folder, texts, tmp_path, monkeypatch):
   out, measured = tmp_path / "out", []
-  point = search.Compression.point
+  point = decoder_tables.DecoderTables.point
 
   def stop_at_the_second(self, step, reference):
     measured.append(step)
@@ -731,7 +749,7 @@ def test_an_interrupted_call_goes_on_where_it_was(runtime, folder, texts, tmp_pa
       raise KeyboardInterrupt
     return point(self, step, reference)
 
-  monkeypatch.setattr(search.Compression, "point", stop_at_the_second)
+  monkeypatch.setattr(decoder_tables.DecoderTables, "point", stop_at_the_second)
   assert call(folder, texts, out, "--kl", "0.003", "--runtime", runtime) == 130
   assert not out.exists()
   monkeypatch.setattr(folders, "collect", None)  # the moments are kept

@@ -43,7 +43,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
-from vqjax.layer import Layer
+from vqjax.assign.text import TextStats
+from vqjax.layer import VocabularyLayer
 from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops.gradient_share import GradientShare, gradient_share
 from vqjax.ops.sampling import Blocks, SamplingOptions
@@ -91,7 +92,7 @@ def _of_rows(hidden: ArrayLike, **option: Any) -> Array | None:
     ) from None
 
 
-class Head(Layer):
+class Head(VocabularyLayer):
   """A distribution over the vocabulary for each hidden vector.
 
   Log-probabilities are in nats and float32. A head is a Linen module without `nn.compact` methods,
@@ -102,18 +103,16 @@ class Head(Layer):
   own rows of the vocabulary, and the results are the same.
 
   Attributes:
-    vocab: number of tokens, V.
     dim: width of the hidden vectors, D.
-    vocab_axis: mesh axis over which the vocabulary is sharded (`jax.set_mesh`). None, or without
-      a mesh: every device holds the whole vocabulary.
     dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weights.
+    precision: of the matrix products, a name of `jax.default_matmul_precision` such as "highest";
+      None: JAX's default, which rounds float32 operands to TF32 on GPUs and to bfloat16 on TPUs:
+      log-probabilities were up to 4.5e-3 nats off on an H200.
     param_dtype: dtype of the parameters.
   """
 
-  vocab: int
-  dim: int
-  vocab_axis: str | None = dataclasses.field(default=None, kw_only=True)
   dtype: Dtype | None = dataclasses.field(default=None, kw_only=True)
+  precision: str | None = dataclasses.field(default=None, kw_only=True)
   param_dtype: Dtype = dataclasses.field(default=jnp.float32, kw_only=True)
 
   @final
@@ -381,6 +380,11 @@ class Head(Layer):
     """Log-probabilities and tokens of the k best."""
     scores, tokens, log_z = sampling.best(self._scores(arrays, hidden), k)
     return scores - log_z[..., None], tokens
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """The bias of each token's frequency, for heads that have one bias a token."""
+    has_bias = getattr(self, "use_bias", False) or getattr(self, "token_bias", False)
+    return {"bias_init": text.log_frequencies()} if has_bias else {}
 
   # What public methods of subclasses are built of, too.
 

@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from vqjax.assign.text import TextStats
 from vqjax.heads.two_level import TwoLevelHead
 from vqjax.ops import group_search, ragged
 from vqjax.variables import Declaration, Initializer, Variable, row_init
@@ -44,6 +46,11 @@ class UnsharedGroupedHead(TwoLevelHead):
     if self.use_bias:
       declared["slot_bias"] = Variable((g, s), axes[:2], self.bias_init, dtype, pad_value=0)
     return declared
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """The fields of groups, and each token's frequency as its bias."""
+    found = super()._of_text(text)
+    return found | ({"bias_init": self._slot_frequencies(text)} if self.use_bias else {})
 
   def flops_per_token(self) -> int:
     """A product of width D for each group and for each slot of one group."""

@@ -98,9 +98,11 @@ def inspect(path: str | pathlib.Path) -> Inspection:
   for names, part in variable_sources(source, model).items():
     own = names[1] if names[0] == "blocks" else names[0]
     name = NAMES.get(own, "norms" if own.endswith("norm") else "attention")
-    params[name] += sum(math.prod(tensor.shape) for _, tensor in part.tensors)
+    params[name] += math.prod(part.shape)
     for _, tensor in part.tensors:
-      formats.setdefault(name, collections.Counter())[tensor.format] += tensor.nbytes
+      share = len(range(*part.rows.indices(tensor.shape[0]))), tensor.shape[0]
+      nbytes = tensor.nbytes * share[0] // share[1]
+      formats.setdefault(name, collections.Counter())[tensor.format] += nbytes
   order = list(dict.fromkeys([*NAMES.values(), "attention"]))
   sizes = (
     PartSize(

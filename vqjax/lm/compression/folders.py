@@ -21,6 +21,7 @@ import numpy as np
 from vqjax.lm import checkpoints, records
 from vqjax.lm.checkpoints.loading import write_folder
 from vqjax.lm.compression.calibration import SEED, collect
+from vqjax.lm.compression.decoder_tables import DecoderTables
 from vqjax.lm.compression.exports import ROWS, copy_folder
 from vqjax.lm.compression.judging import (
   TABLES,
@@ -31,7 +32,6 @@ from vqjax.lm.compression.judging import (
   tables_of,
   with_tables,
 )
-from vqjax.lm.compression.search import CLOSE_SIZE, COMPRESSIONS, Compression, Point, Tables, search
 from vqjax.lm.jobs import ProgressBars, check_free, open_work, work_of
 from vqjax.lm.sources import readers
 from vqjax.lm.sources.readers import check_not_compressed
@@ -41,6 +41,7 @@ from vqjax.tables import Moments, container, gguf_types
 from vqjax.tables.coded import SMOOTHING
 from vqjax.tables.grids import check_rows
 from vqjax.tables.moments import SHRINKAGE
+from vqjax.tables.search import CLOSE_SIZE, Point, Tables, search
 
 __all__ = ["read_moments"]
 
@@ -144,8 +145,7 @@ def compress_model(job: CompressionJob, loaded: Any, say: Callable[[str], None])
   calibration, held_out, counts = _texts(job, tokenizer, model)
   with open_work(work, job.identity()), ProgressBars() as bars:
     moments = _moments(job, work, model, variables, calibration, counts, bars)
-    kind = COMPRESSIONS.get(job.runtime, Compression)
-    compression = kind(model, variables, moments, runtime)
+    compression = DecoderTables(model, variables, moments, job.runtime)
     tokens = job.search_tokens
     reference = None
     own = calibration.tokens.shape[1] - 2  # tokens of a window that are judged
@@ -168,10 +168,10 @@ def compress_model(job: CompressionJob, loaded: Any, say: Callable[[str], None])
       kl=job.kl,
       size=job.size,
       points=known,
-      step=compression.first_step,
-      limits=compression.limits,
+      step=compression.made.first_step,
+      limits=compression.made.limits,
     )
-    step, tables, coded = compression.coded(best.step, job.size, bars("coding"))
+    step, tables, coded = compression.made.coded(best.step, job.size, bars("coding"))
     seconds = time.monotonic() - begin
     sizes = {name: sum(a.nbytes for a in parts.values()) for name, parts in coded.items()}
     student = compression.variables_of(tables)
@@ -184,7 +184,7 @@ def compress_model(job: CompressionJob, loaded: Any, say: Callable[[str], None])
     result = {
       "step": step,
       "tables": {
-        name: {"shape": list(compression.tables[name].shape), "bytes": size}
+        name: {"shape": list(compression.made.tables[name].shape), "bytes": size}
         for name, size in sizes.items()
       },
       "bytes": sum(sizes.values()),
@@ -519,7 +519,7 @@ def _report(job: CompressionJob, result: Mapping[str, Any], sizes: Mapping[str, 
 
 
 def _in_block_types(
-  compression: Compression, judge: Reference, progress: Callable[[float], None]
+  compression: DecoderTables, judge: Reference, progress: Callable[[float], None]
 ) -> dict[str, dict[str, Any]]:
   """Bytes and divergence of the tables in each block type of GGUF that suits their width.
 
@@ -531,10 +531,10 @@ def _in_block_types(
     import gguf
   except ImportError:
     return {}
-  metrics = {name: moments.metric() for name, moments in compression.moments.items()}
+  metrics = {name: moments.metric() for name, moments in compression.made.moments.items()}
   ways = []
   for name, kind in gguf_types.TYPES.items():
-    if not any(table.shape[1] % kind.block for table in compression.tables.values()):
+    if not any(table.shape[1] % kind.block for table in compression.made.tables.values()):
       ways.append((name, name, {}))
       # With 8 bits there is next to nothing to choose; levels at unequal distances take minutes.
       if len(kind.grid.levels) < 2**7 and kind.grid.is_uniform:
@@ -542,7 +542,7 @@ def _in_block_types(
   found = {}
   for number, (title, name, metric) in enumerate(ways):
     size, tables = 0, {}
-    for owner, table in compression.tables.items():
+    for owner, table in compression.made.tables.items():
       tables[owner] = np.empty_like(table)
       for first in range(0, len(table), ROWS):
         packed = gguf_types.encode_blocks(name, table[first : first + ROWS], metric.get(owner))
