@@ -21,7 +21,7 @@ from tests.contract_on_meshes import (
   as_float64,
   mesh_cases,
 )
-from tests.jitted import results
+from tests.jitted import abstract_variables, results
 from vqjax import assign
 from vqjax import nnx as layers
 from vqjax.ops import sampling
@@ -257,6 +257,21 @@ class OneDeviceContract:
     both = jax.value_and_grad(loss, (0, 2))
     largest = reference.largest_value(both, variables["params"], rest, hidden, tokens)
     assert largest < rows * vocab / 4
+
+  @costly
+  def test_all_products_have_the_precision_of_the_head(self, case, hidden, tokens):
+    head = self.cases[case](self.vocab, self.dim).clone(precision="highest")
+    variables = abstract_variables(head)
+
+    def run(variables, hidden):
+      # The rules of a gradient are traced after the call, which a compiled function shows.
+      call = jax.jit(head.apply, static_argnames="method")
+      loss = lambda v, h: call(v, h, tokens, method="loss_terms")[0].sum()
+      gradients = jax.grad(loss, (0, 1), allow_int=True)(variables, hidden)
+      return gradients, call(variables, hidden, method="logits")
+
+    found = reference.precisions_of(run, variables, hidden)
+    assert found <= {(jax.lax.Precision.HIGHEST,) * 2}
 
   @costly
   @pytest.mark.parametrize("vocab", [9001])

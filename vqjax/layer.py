@@ -19,7 +19,7 @@ from jaxtyping import Array, ArrayLike
 from vqjax import variables
 from vqjax.assign.checks import Given, table_of
 from vqjax.assign.text import TextStats
-from vqjax.ops import vocab_parallel
+from vqjax.ops import precision, vocab_parallel
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.types import Size
 from vqjax.variables import Declaration, Variable
@@ -84,6 +84,7 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
           f"`{field.name}` of {type(self).__name__} must be an integer{least}; got {value!r}. Give"
           " a number, such as that of the tokens for `vocab` and the vectors' width for `dim`."
         )
+    precision.check_precision(getattr(self, "precision", None))
     self.check()
     return self.declare()
 
@@ -148,14 +149,18 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     return found
 
   def _computed(self, compute: Callable, batch: Array | None, *arrays: Any) -> Any:
-    """`compute(*arrays)` on automatic axes, with results typed by `batch`'s tokens."""
-    return vocab_parallel.on_any_axes(
-      lambda given: compute(*given),
-      arrays,
-      batch,
-      getattr(self, "vocab", None),
-      getattr(self, "vocab_axis", None),
-    )
+    """`compute(*arrays)` on automatic axes, with results typed by `batch`'s tokens.
+
+    Products have the `precision` of a layer that has one.
+    """
+    with precision.using(getattr(self, "precision", None)):
+      return vocab_parallel.on_any_axes(
+        lambda given: compute(*given),
+        arrays,
+        batch,
+        getattr(self, "vocab", None),
+        getattr(self, "vocab_axis", None),
+      )
 
   def size(self) -> Size:
     """Parameters, bytes and operations for each token, from the fields alone.

@@ -69,7 +69,7 @@ BENCHMARKS = {
     "k-means against scikit-learn's Lloyd, half an hour", lambda quick: kmeans.run(quick)
   ),
   "codebook": Benchmark(
-    "heads at the sizes of VQ-Logits' Table 3: log-probabilities, training, decoding; half an hour",
+    "heads at the sizes of VQ-Logits' Table 3: log-probabilities and training; half an hour",
     lambda quick: codebook.run(quick),
   ),
   "decoding": Benchmark(

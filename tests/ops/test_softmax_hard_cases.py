@@ -168,6 +168,7 @@ def test_all_statistics_are_equal_in_both_forms_of_the_loop():
   hidden, weight, bias = maximum_that_rises_by_59_nats_in_each_tile()
   tokens = np.arange(N) * 7
   outputs = {"entropy": True, "mean": True, "top_k": 3, "softcap": 300.0, "tile": TILE}
+  outputs |= {"collision": True, "rank": True}
 
   def gradients(h, w, b):
     found = softmax.linear_softmax(h, w, tokens, b, **outputs)

@@ -6,7 +6,6 @@ A `Mapping` assigns tokens to codes, an `Ordering` sorts them for a grouped head
 table.
 """
 
-from vqjax.convert.from_array import Clusters, Method, Product, Report, Scalar, compress
 from vqjax.convert.from_table import (
   Guide,
   LearnedCodes,
@@ -53,7 +52,6 @@ __all__ = [
   "Brown",
   "ByClusters",
   "ByFrequency",
-  "Clusters",
   "ContextKMeans",
   "ContextVectors",
   "Fixed",
@@ -63,11 +61,7 @@ __all__ = [
   "LearnedCodes",
   "LikelyTokens",
   "Mapping",
-  "Method",
   "Ordering",
-  "Product",
-  "Report",
-  "Scalar",
   "Shuffled",
   "ToCodebook",
   "ToDense",
@@ -79,7 +73,6 @@ __all__ = [
   "ToResidual",
   "TokenStats",
   "clustered",
-  "compress",
   "frozen",
   "head_of",
   "in_order",

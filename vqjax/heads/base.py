@@ -131,10 +131,14 @@ class Head(VocabularyLayer):
   Attributes:
     dim: width of the hidden vectors, D.
     dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weights.
+    precision: of the matrix products, a name of `jax.default_matmul_precision` such as "highest";
+      None: JAX's default, which rounds float32 operands to TF32 on GPUs and to bfloat16 on TPUs:
+      log-probabilities were up to 4.5e-3 nats off on an H200.
     param_dtype: dtype of the parameters.
   """
 
   dtype: Dtype | None = dataclasses.field(default=None, kw_only=True)
+  precision: str | None = dataclasses.field(default=None, kw_only=True)
   param_dtype: Dtype = dataclasses.field(default=jnp.float32, kw_only=True)
 
   @final

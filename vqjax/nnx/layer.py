@@ -19,9 +19,13 @@ their values. So both have one implementation of every method and one declaratio
 # A declaration is a tree: a Variable, a layer with a declaration of its own, or a dict of these.
 # `_create`, `_values` and `_assign` walk it to make variables, to read and to write them. What is
 # held for a name may also be shared: an NNX layer, an `nnx.Embed` or an `nnx.Param` [V, D].
+#
+# NNX's tree mode has no shared references: there a tied head holds nothing for its embedding, and
+# `tied(embedding)` makes a head for one call, which is no part of the model.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -31,8 +35,8 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from flax import config, nnx
 from flax import linen as nn
-from flax import nnx
 from jaxtyping import ArrayLike
 
 from vqjax import layer as linen_layer
@@ -139,7 +143,10 @@ class Layer(nnx.Module):
     if rules is None:
       rules = {"vocab": getattr(self.layer, "vocab_axis", None)}
     # In the order of the declaration: a variable with a `source` reads one that is there already.
+    is_tree = not getattr(config, "nnx_graph_mode", True)
     for name, part in self.layer._checked().items():
+      if name == "embedding" and name in shared and is_tree:
+        continue  # handed to `tied` at each call
       held = shared[name] if name in shared else self._create(part, rngs, rules)
       setattr(self, self._attribute(name), held)
 
@@ -210,9 +217,42 @@ class Layer(nnx.Module):
     """The values of the variables, in the trees of the Linen layer."""
     collected: dict[str, Any] = {}
     for name, part in self.layer.declare().items():
-      for collection, tree in _values(getattr(self, self._attribute(name)), part).items():
+      if (held := vars(self).get(self._attribute(name))) is None:
+        raise ValueError(
+          f"`{name}` must be handed to a {type(self).__name__} in NNX's tree mode; it holds none."
+          f" Call head.tied(model.{name}).log_prob(hidden, tokens)."
+        )
+      for collection, tree in _values(held, part).items():
         collected.setdefault(collection, {})[name] = tree
     return collected
+
+  def tied(self, embedding: "Layer | nnx.Embed | nnx.Param") -> Self:
+    """This layer with the table of an embedding that the model owns, for one call.
+
+    It is the form of tying that NNX's tree mode allows, where no two attributes of a model may be
+    one object. The layer is constructed with `embedding` all the same.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from vqjax.nnx import DenseEmbedding, DenseHead
+      >>> embed = DenseEmbedding(1000, 8, rngs=nnx.Rngs(0))
+      >>> head = DenseHead(1000, 8, embedding=embed, rngs=nnx.Rngs(1))
+      >>> tokens = jax.numpy.arange(4)
+      >>> print(head.tied(embed).log_prob(embed(tokens), tokens).shape)
+      (4,)
+
+    Raises:
+      ValueError: the layer is not tied, or the embedding has other fields.
+    """
+    if "embedding" not in self.layer.declare() or _linen(embedding) != self.layer.embedding:
+      raise ValueError(
+        f"`embedding` must be the one that this {type(self).__name__} was tied to; got"
+        f" {_linen(embedding)!r}. Construct the head with embedding=model.embed."
+      )
+    made = copy.copy(self)
+    vars(made)["embedding"] = embedding
+    return made
 
   def size(self) -> Size:
     """Parameters, bytes and operations for each token, from the fields alone."""

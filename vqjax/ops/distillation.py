@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from vqjax.ops import sampling, softmax, tiles, vocab_parallel
+from vqjax.ops import precision, sampling, softmax, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.sampling import Blocks
 from vqjax.ops.scores import ScoreOptions, check_softcap, exp_shift
@@ -514,7 +514,7 @@ class _Saved(NamedTuple):
 
 
 # JAX's own gradient of the scans would store the scores of all tiles, [N, V], twice.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@precision.custom_vjp
 def _pass(plan, student, teacher):
   return _forward(plan, student, teacher)[0]
 

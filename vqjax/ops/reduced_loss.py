@@ -28,7 +28,6 @@ Elsewhere it keeps the scores, in bfloat16 where the device rounds them (`device
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import NamedTuple
 
@@ -38,7 +37,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from vqjax.ops import device, statistics, tiles, vocab_parallel
+from vqjax.ops import device, precision, statistics, tiles, vocab_parallel
 from vqjax.ops.row_factory import as_row_factory
 from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.statistics import Outputs
@@ -172,7 +171,7 @@ def _plan(terms, cut, layer):
   return Plan(terms, options, cut._replace(tile=tiles.Tile(tokens, vocab)), limits)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@precision.custom_vjp
 def _sum(plan, layer, token_weight_PN, row_PN):
   """The sum alone, which needs no gradient and keeps no scores."""
   tile = tiles.cut_tile(None, layer.hidden.shape[1], layer.weight.count)

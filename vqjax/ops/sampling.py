@@ -20,15 +20,17 @@ its own blocks, devices exchange candidates and [*B]-sized sums, not scores.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import device, topk, vocab_parallel
@@ -316,31 +318,73 @@ def log_prob(
 
 def _log_sum_and_own(blocks, token, temperature):
   """The maximum m of scores / T, log of the sum of exp(score / T - m), and score / T of a token."""
+  scaled = blocks.map(lambda scores, _: scores.astype(jnp.float32) / temperature)
+  # What scores are made of becomes arguments, of which there may be derivatives.
+  made = jax.make_jaxpr(scaled.block)(jnp.zeros((), jnp.int32))
 
-  # Recomputed: the scan would keep the scores of all blocks for its gradient, [*B, V].
-  @jax.checkpoint
-  def step(carry, index):
-    max_B, sum_B, own_B, count_B = carry
-    score_WB, token_W = blocks.block(index)
-    score_WB = score_WB.astype(jnp.float32) / temperature
-    # The result does not depend on the maximum, so that no gradient has to pass through it.
-    new_max_B = jnp.maximum(max_B, lax.stop_gradient(score_WB).max(axis=0))
-    shift_B = exp_shift(new_max_B)
-    sum_B = sum_B * jnp.exp(max_B - shift_B) + jnp.exp(score_WB - shift_B).sum(axis=0)
-    # Padding names some token, and scores -inf.
-    is_own_WB = (token_W.reshape(-1, *[1] * token.ndim) == token) & ~jnp.isneginf(score_WB)
-    own_B = own_B + jnp.where(is_own_WB, score_WB, 0.0).sum(axis=0)
-    return new_max_B, sum_B, own_B, count_B + is_own_WB.sum(axis=0, dtype=jnp.int32)
+  def of(arrays):
+    run = jaxpr_as_fun(ClosedJaxpr(made.jaxpr, arrays))
+    return scaled._replace(block=lambda index: tuple(run(index)))
 
-  zero_B = jnp.zeros(blocks.batch, jnp.float32)
-  start = jnp.full_like(zero_B, -jnp.inf), zero_B, zero_B, zero_B.astype(jnp.int32)
-  max_B, sum_B, own_B, count_B = blocks.fold(step, start)
+  max_B, sum_B, own_B, count_B = _sums_and_own(of, token, *made.consts)
   if blocks.axis:
     top_B = vocab_parallel.common_shift(max_B, blocks.axis)
     sum_B = sum_B * jnp.exp(max_B - exp_shift(top_B))
     sum_B, own_B, count_B = lax.psum((sum_B, own_B, count_B), blocks.axis)
     max_B = top_B
   return max_B, jnp.log(sum_B), jnp.where(count_B > 0, own_B, -jnp.inf)
+
+
+# Its own derivative: that of a loop would keep the sums before every block, which are as many as
+# the scores where blocks are narrow.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _sums_and_own(
+  of: Callable[[Sequence[Array]], Blocks], token: Array, *arrays: Array
+) -> tuple[Array, Array, Array, Array]:
+  """Of this device's scores: m, the sum of exp(score - m), the token's score, how often it is here.
+
+  No derivative is of m, on which results do not depend.
+  """
+  blocks = of(arrays)
+
+  def step(carry, index):
+    max_B, sum_B, own_B, count_B = carry
+    score_WB, token_W = blocks.block(index)
+    new_max_B = jnp.maximum(max_B, score_WB.max(axis=0))
+    shift_B = exp_shift(new_max_B)
+    sum_B = sum_B * jnp.exp(max_B - shift_B) + jnp.exp(score_WB - shift_B).sum(axis=0)
+    is_own_WB = _is_own(score_WB, token_W, token)
+    own_B = own_B + jnp.where(is_own_WB, score_WB, 0.0).sum(axis=0)
+    return new_max_B, sum_B, own_B, count_B + is_own_WB.sum(axis=0, dtype=jnp.float32)
+
+  zero_B = jnp.zeros(blocks.batch, jnp.float32)
+  return blocks.fold(step, (jnp.full_like(zero_B, -jnp.inf), zero_B, zero_B, zero_B))
+
+
+@_sums_and_own.defjvp
+def _sums_and_own_jvp(of, primals, tangents):
+  (token, *arrays), (_, *d_arrays) = primals, tangents
+  found = _sums_and_own(of, token, *arrays)
+  shift_B = exp_shift(found[0])
+
+  # Recomputed: reverse mode would keep the masses of all blocks, [*B, V].
+  @jax.checkpoint
+  def step(carry, index):
+    d_sum_B, d_own_B = carry
+    block = lambda *arrays: of(arrays).block(index)
+    score_WB, d_score_WB, token_W = jax.jvp(block, arrays, d_arrays, has_aux=True)
+    d_sum_B += (jnp.exp(score_WB - shift_B) * d_score_WB).sum(axis=0)
+    is_own_WB = _is_own(score_WB, token_W, token)
+    return d_sum_B, d_own_B + jnp.where(is_own_WB, d_score_WB, 0.0).sum(axis=0)
+
+  zero_B = jnp.zeros_like(found[0])
+  d_sum_B, d_own_B = of(arrays).fold(step, (zero_B, zero_B))
+  return found, (zero_B, d_sum_B, d_own_B, zero_B)
+
+
+def _is_own(scores, tokens, token):
+  """Which scores [W, *B] are of the row's token: padding names some token, and scores -inf."""
+  return (tokens.reshape(-1, *[1] * token.ndim) == token) & ~jnp.isneginf(scores)
 
 
 def scores_of_all(blocks: Blocks, vocab: int) -> Float[Array, "*B V"]:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from vqjax.ops.precision import check_precision
 from vqjax.ops.vocabulary import check_numbers
 from vqjax.types import Dtype
 
@@ -107,10 +108,14 @@ class ScoreOptions:
       weight and bias are the device's own rows, and tokens count over all devices' rows.
     scratch: bytes of scores that each device may keep for the gradient, instead of computing them
       again; None: as suits the device.
+    precision: of the matrix products, a name of `jax.default_matmul_precision` such as "highest";
+      None: JAX's default. It rounds float32 operands to TF32 on GPUs and to bfloat16 on TPUs:
+      log-probabilities were up to 4.5e-3 nats off on an H200. CPUs do not round.
 
   Raises:
     ValueError: `softcap` or `temperature` is not positive and finite, there is an `output` beside a
-      `softcap`, a side of `tile` is below 1, or `scratch` is not a number of bytes.
+      `softcap`, a side of `tile` is below 1, `scratch` is not a number of bytes, or `precision` is
+      not known.
     TypeError: `softcap` or `temperature` is not a Python number.
   """
 
@@ -121,12 +126,14 @@ class ScoreOptions:
   dtype: Dtype | None = None
   vocab_axis: str | None = None
   scratch: int | None = None
+  precision: str | None = None
   # The cap or the other function; None for none.
   function: OutputFunction | None = dataclasses.field(init=False, repr=False, compare=False)
 
   def __post_init__(self):
     check_softcap(self.softcap)
     check_temperature(self.temperature)
+    check_precision(self.precision)
     if self.softcap is not None and self.output is not None:
       raise ValueError(
         f"`softcap` must be None where `output` is given; got {self.softcap} and {self.output}."

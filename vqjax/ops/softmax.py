@@ -51,6 +51,7 @@ def linear_log_prob(
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  precision: str | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of `tokens` under softmax(hidden · weightᵀ + bias).
 
@@ -73,6 +74,7 @@ def linear_log_prob(
     dtype=dtype,
     vocab_axis=vocab_axis,
     scratch=scratch,
+    precision=precision,
   )
   return _softmax(hidden, weight, tokens, bias, mask, options, Outputs()).log_prob
 
@@ -91,10 +93,13 @@ def linear_softmax(
   entropy: bool = False,
   mean: bool = False,
   top_k: int = 0,
+  collision: bool = False,
+  rank: bool = False,
   scratch: int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  precision: str | None = None,
 ) -> LinearSoftmax:
   """Statistics of `tokens` under softmax(hidden · weightᵀ + bias), exactly.
 
@@ -103,7 +108,7 @@ def linear_softmax(
   float32 and results are float32 for inputs of any float type. Neither the forward nor the backward
   pass holds an array of N·V elements. A bias of -inf removes its row from the distribution. A token
   outside [0, V) has no probability: its `log_prob` is nan, so that a loss over it cannot pass
-  unnoticed.
+  unnoticed, and its `rank` is -1.
 
   Every floating-point result is differentiable in `hidden`, `weight` and `bias`, in reverse mode.
   Under `jax.jit` XLA removes the gradient of an operand that needs none (`jax.lax.stop_gradient`,
@@ -132,6 +137,9 @@ def linear_softmax(
     mean: whether to compute the mean log-probability. Without a softcap it costs no pass: the mean
       score is hidden · (mean row) + (mean bias).
     top_k: number of best tokens to return, 0 to 128.
+    collision: whether to compute the sum of squared probabilities.
+    rank: whether to compute the rank of the token. Scores that differ by no more than their
+      rounding count as equal.
     scratch: bytes of scores that each device may keep for the gradient, instead of computing them
       again; None: as suits the device (`vqjax.ops.device`).
     tile: (tokens, vocabulary rows) that are scored at once on each device, of which nothing is
@@ -141,6 +149,8 @@ def linear_softmax(
       the promoted dtype of hidden and weight.
     vocab_axis: mesh axis over which the rows are sharded. Inside of a `jax.shard_map` over it,
       `weight` and `bias` are the device's own rows and `tokens` count over all devices' rows.
+    precision: of the matrix products, such as "highest"; None: JAX's default, as explained in
+      `ScoreOptions`: products of float32 operands are rounded on GPUs and TPUs.
 
   Raises:
     ValueError: the shapes do not fit together, the vocabulary is empty, a side of `tile` is below
@@ -156,8 +166,9 @@ def linear_softmax(
     dtype=dtype,
     vocab_axis=vocab_axis,
     scratch=scratch,
+    precision=precision,
   )
-  outputs = Outputs(entropy=entropy, mean=mean, top_k=top_k)
+  outputs = Outputs(entropy, mean, top_k, collision, rank)
   return _softmax(hidden, weight, tokens, bias, mask, options, outputs)
 
 
@@ -178,7 +189,11 @@ def _softmax(hidden, weight, tokens, bias, mask, options, outputs) -> LinearSoft
   compute = functools.partial(statistics.distribution, outputs)
   kept = None if counted is None else counted.kept
   stats = tiles.on_each_device((layer,), token, compute, kept)
-  stats = stats._replace(log_prob=jnp.where(valid, stats.log_prob, jnp.nan))
+  stats = stats._replace(
+    log_prob=jnp.where(valid, stats.log_prob, jnp.nan),
+    is_best=valid & stats.is_best,
+    rank=None if stats.rank is None else jnp.where(valid, stats.rank, -1),
+  )
   return stats if counted is None else counted.of_each(stats)
 
 
@@ -201,6 +216,7 @@ def linear_cross_entropy(
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  precision: str | None = None,
 ) -> Float[Array, "*B"] | Float[Array, ""]:
   """Cross-entropy of each token, in nats, with label smoothing and z-loss; or their sum or mean.
 
@@ -233,6 +249,7 @@ def linear_cross_entropy(
     tile: (tokens, vocabulary rows) that are scored at once; if it is given, nothing is kept.
     dtype: dtype of the matrix products' operands.
     vocab_axis: mesh axis over which the rows are sharded.
+    precision: of the matrix products.
 
   Raises:
     ValueError: as `linear_softmax`; `label_smoothing` is outside [0, 1), `z_loss` is negative,
@@ -258,6 +275,7 @@ def linear_cross_entropy(
     dtype=dtype,
     vocab_axis=vocab_axis,
     scratch=scratch,
+    precision=precision,
   )
   counted = TokenWeight.of(tokens.shape, mask, token_weight, tokens, ignore_index)
   terms = reduced_loss.Terms(label_smoothing, z_loss)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
-from vqjax.ops import distillation, statistics, tiles, vocab_parallel
+from vqjax.ops import distillation, precision, statistics, tiles, vocab_parallel
 from vqjax.ops.distillation import SoftTargetLoss
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.scores import ScoreOptions, exp_shift
@@ -336,7 +336,7 @@ class _Normalizer(NamedTuple):
 
 
 # JAX's own gradient of the scans would store the scores of all tiles, [N, V].
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@precision.custom_vjp
 def _pass(plan, layer, row_PNk):
   return _pass_forward(plan, layer, row_PNk)[0]
 

@@ -624,6 +624,7 @@ class CompressedTable:
 
   Attributes:
     shape: (V, D).
+    stored: the parts, as `encode_table` returned them.
     nbytes: bytes of all parts.
     row_group: row group of each row, [V].
     steps: step of each row group, [C].
@@ -637,6 +638,7 @@ class CompressedTable:
     Raises:
       DamagedTableError: a part is not as it was written.
     """
+    self.stored = dict(stored)
     self.nbytes = sum(array.nbytes for array in stored.values())
     header = _header(stored)
     self.shape = header["rows"], header["columns"]
@@ -732,10 +734,10 @@ def _part(name, stored, entry):
 
 
 def read_table(folder: str | pathlib.Path, name: str = "embedding") -> CompressedTable:
-  """A table of a folder that `vqjax compress` wrote; its large part is memory-mapped.
+  """A table that `vqjax compress` or `SmallTable.save` wrote; its large part is memory-mapped.
 
   Args:
-    folder: the folder.
+    folder: the folder, or the file of a single table.
     name: name of the table in `vqjax.json`, "embedding" or "head".
 
   Raises:
@@ -743,6 +745,8 @@ def read_table(folder: str | pathlib.Path, name: str = "embedding") -> Compresse
     ValueError: it has no such table, or the table is damaged.
   """
   folder = pathlib.Path(folder)
+  if folder.is_file():
+    return CompressedTable(_bytes_of(folder, "table" + SEPARATOR))
   manifest = folder / MANIFEST
   if not manifest.is_file():
     raise FileNotFoundError(
