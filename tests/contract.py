@@ -215,6 +215,23 @@ class OneDeviceContract:
     assert not np.any(of_hidden[~known])
 
   @costly
+  def test_log_prob_leaves_out_what_loss_terms_does(self, run, variables, hidden, tokens):
+    tokens[1, 2:], tokens[2, 0] = -100, self.vocab
+    known = (tokens >= 0) & (tokens < self.vocab)
+    hidden = np.where(known[..., None], hidden, np.nan).astype(np.float32)
+
+    def loss(params, hidden, method):
+      given, options = variables | {"params": params}, {"mask": tokens < self.vocab}
+      found = run.head.apply(given, hidden, tokens, ignore_index=-100, method=method, **options)
+      return -(found if method == "log_prob" else found[0]).sum()
+
+    both = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
+    found, expected = (
+      jax.device_get(both(variables["params"], hidden, name)) for name in ("log_prob", "loss_terms")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+
+  @costly
   def test_the_share_of_the_gradient_is_that_of_a_float64_projection(
     self, run, head, variables, hidden, tokens
   ):

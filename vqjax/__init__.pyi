@@ -8,6 +8,7 @@ from . import ops as ops
 from . import quantizers as quantizers
 from . import sharding as sharding
 from . import tables as tables
+from . import torch as torch
 from . import types as types
 from .embeddings import CodebookEmbedding as CodebookEmbedding
 from .embeddings import CompactEmbedding as CompactEmbedding
@@ -71,3 +72,4 @@ from .tables import Scalar as Scalar
 from .tables import SmallTable as SmallTable
 from .tables import compress as compress
 from .types import Size as Size
+from .variables import optimizer_labels as optimizer_labels

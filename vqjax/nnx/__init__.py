@@ -45,9 +45,11 @@ class Head(VocabularyLayer, of=heads.Head):
     hidden: Float[ArrayLike, "*B D"],
     tokens: Integer[ArrayLike, "*B"],
     temperature: float | int | Float[ArrayLike, "..."] = 1.0,
+    mask: Bool[ArrayLike, "*B"] | None = None,
+    ignore_index: int | None = None,
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; see `vqjax.Head.log_prob`."""
-    return self._call("log_prob", hidden, tokens, temperature)
+    return self._call("log_prob", hidden, tokens, temperature, mask, ignore_index)
 
   def loss_terms(
     self,

@@ -42,7 +42,7 @@ from jaxtyping import ArrayLike
 from vqjax import layer as linen_layer
 from vqjax.embeddings import DenseEmbedding
 from vqjax.types import Size
-from vqjax.variables import Variable
+from vqjax.variables import Variable, shape_remedy
 
 __all__ = ["AxisRules", "Codes", "Layer", "LayerState", "VocabularyLayer"]
 
@@ -185,7 +185,14 @@ class Layer(nnx.Module):
     Raises:
       ValueError: a declared variable is missing, a variable is not declared, or one has another
         shape.
+      TypeError: `layer` is not a layer of this library, such as a whole model.
     """
+    if not isinstance(layer, linen_layer.Layer):
+      raise TypeError(
+        f"`layer` must be a layer of vqjax; got a {type(layer).__name__}. For the head of a model"
+        " give *vqjax.convert.head_of(model, variables), for its embedding model.embedding and"
+        " vqjax.convert.part_of(variables, 'embedding')."
+      )
     layer = layer.clone(parent=None)
     rules = {"vocab": getattr(layer, "vocab_axis", None)} if axis_rules is None else axis_rules
     # Shapes alone: nothing is initialised that the given values would replace.
@@ -196,11 +203,12 @@ class Layer(nnx.Module):
     }
     variables = jax.tree.map(jnp.asarray, nn.meta.unbox(dict(variables)))
     needed, given = shapes(made.linen_variables()), shapes(variables)
+    remedy = f"Give all variables of the {type(layer).__name__} and no others."
     for path in sorted(needed.keys() | given.keys()):
       if needed.get(path) != given.get(path):
         raise ValueError(
-          f"`variables` must have {path!r} of shape {needed.get(path)}; got {given.get(path)}. Give"
-          f" all variables of the {type(layer).__name__} and no others."
+          f"`variables` must have {path!r} of shape {needed.get(path)}; got {given.get(path)}. "
+          + shape_remedy(needed.get(path, ()), given.get(path, ()), remedy)
         )
     made._update(variables)
     return made
