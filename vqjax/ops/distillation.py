@@ -37,7 +37,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from vqjax.ops import precision, sampling, softmax, tiles, vocab_parallel
-from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.sampling import Blocks
 from vqjax.ops.scores import ScoreOptions, check_softcap, exp_shift
 from vqjax.ops.tiles import Linear
@@ -189,17 +189,17 @@ def layers_of(student: Side, teacher: Side, options: ScoreOptions) -> tuple[Line
       f"`teacher_hidden` must have the leading axes of `hidden` {student.hidden.shape}; got"
       f" {teacher.hidden.shape}. Give both for the same tokens."
     )
-  rows, teacher_rows = (as_row_factory(side.weight).shape for side in (student, teacher))
-  if rows[0] != teacher_rows[0]:
-    raise ValueError(
-      f"`teacher_weight` must have a row for each of the {rows[0]} rows of `weight`; got"
-      f" {teacher_rows}. Give both over one vocabulary."
-    )
   check_softcap(teacher.softcap, "teacher_softcap")
   layers = []
   for side in (student, teacher):
     own = dataclasses.replace(options, softcap=side.softcap)
     layers.append(Linear.of(side.hidden, side.weight, side.bias, own, prefix=side.prefix))
+  rows, teacher_rows = (layer.weight.shape for layer in layers)
+  if rows[0] != teacher_rows[0]:
+    raise ValueError(
+      f"`teacher_weight` must have a row for each of the {rows[0]} rows of `weight`; got"
+      f" {teacher_rows}. Give both over one vocabulary."
+    )
   return tuple(layers)
 
 
@@ -262,7 +262,6 @@ def block_soft_target_loss(
   teacher = dataclasses.replace(teacher, hidden=counted.hide(teacher_hidden))
   teacher = lax.stop_gradient(teacher)
 
-  @jax.checkpoint
   def step(sums, index):
     score_WB, token_W = blocks.block(index)
     score_BW = jnp.moveaxis(score_WB, 0, -1)
@@ -274,7 +273,7 @@ def block_soft_target_loss(
     teacher_BW = jnp.where(jnp.isneginf(score_BW), -jnp.inf, teacher_BW)
     return _add_block(sums, score_BW / temperature, teacher_BW / temperature)
 
-  sums = blocks.fold(step, _zero_sums(blocks.batch))
+  sums = sampling.summed(blocks, step, _zero_sums(blocks.batch), _emptied)
   return counted.of_each(_finish(_all_reduce(sums, blocks.axis)))
 
 
@@ -287,7 +286,6 @@ def divergence_from_last(blocks: Blocks) -> Float[Array, "L *B"]:
     blocks: scores with leading axes [L + 1, *B].
   """
 
-  @jax.checkpoint
   def step(sums, index):
     score_WLB = blocks.block(index)[0].astype(jnp.float32)
     score_LBW = jnp.moveaxis(score_WLB, 0, -1)
@@ -295,7 +293,8 @@ def divergence_from_last(blocks: Blocks) -> Float[Array, "L *B"]:
     return _add_block(sums, own_LBW, jnp.broadcast_to(last_LBW, own_LBW.shape))
 
   shape = (blocks.batch[0] - 1, *blocks.batch[1:])
-  return _finish(_all_reduce(blocks.fold(step, _zero_sums(shape)), blocks.axis)).kl
+  sums = sampling.summed(blocks, step, _zero_sums(shape), _emptied)
+  return _finish(_all_reduce(sums, blocks.axis)).kl
 
 
 class Readings(NamedTuple):
@@ -414,6 +413,12 @@ def _zero_sums(batch):
   return _Sums(
     top=lowest, total=zero, teacher_top=lowest, teacher_total=zero, cross=zero, moment=zero
   )
+
+
+def _emptied(sums):
+  """Sums of nothing, relative to the maxima of others."""
+  zero = jnp.zeros_like(sums.total)
+  return sums._replace(total=zero, teacher_total=zero, cross=zero, moment=zero)
 
 
 def _add_block(old: _Sums, s: Float[Array, "*B W"], t: Float[Array, "*B W"]) -> _Sums:
@@ -657,7 +662,7 @@ def _d_means(mixture, scores, row_v11, given):
   )
 
 
-_pass.defvjp(_pass_forward, _pass_backward)
+_pass.defvjp(*map(vocab_parallel.own_promotion, (_pass_forward, _pass_backward)))
 
 
 class LinearComparison(NamedTuple):
