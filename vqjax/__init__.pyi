@@ -8,6 +8,7 @@ from . import ops as ops
 from . import quantizers as quantizers
 from . import sharding as sharding
 from . import tables as tables
+from . import torch as torch
 from . import types as types
 from .embeddings import CodebookEmbedding as CodebookEmbedding
 from .embeddings import CompactEmbedding as CompactEmbedding
@@ -39,6 +40,7 @@ from .heads import ProductHead as ProductHead
 from .heads import ResidualCodebookHead as ResidualCodebookHead
 from .heads import RoutedHead as RoutedHead
 from .heads import SampledSoftmaxHead as SampledSoftmaxHead
+from .heads import SigmoidCap as SigmoidCap
 from .heads import SigSoftmax as SigSoftmax
 from .heads import UnigramBias as UnigramBias
 from .heads import UnigramProposal as UnigramProposal
@@ -71,3 +73,4 @@ from .tables import Scalar as Scalar
 from .tables import SmallTable as SmallTable
 from .tables import compress as compress
 from .types import Size as Size
+from .variables import optimizer_labels as optimizer_labels

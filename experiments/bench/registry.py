@@ -14,6 +14,7 @@ dpq = lazy_loader.load("experiments.bench.dpq", suppress_warning=True)
 gemma = lazy_loader.load("experiments.bench.gemma", suppress_warning=True)
 generation = lazy_loader.load("experiments.bench.generation", suppress_warning=True)
 gpu = lazy_loader.load("experiments.bench.gpu", suppress_warning=True)
+gradients = lazy_loader.load("experiments.bench.gradients", suppress_warning=True)
 grouped = lazy_loader.load("experiments.bench.grouped", suppress_warning=True)
 heads = lazy_loader.load("experiments.bench.heads", suppress_warning=True)
 kmeans = lazy_loader.load("experiments.bench.kmeans", suppress_warning=True)
@@ -54,6 +55,10 @@ BENCHMARKS = {
     "temporaries of large losses, compiled for one device and for eight",
     lambda quick: softmax.memory(quick),
     is_default=True,
+  ),
+  "gradients": Benchmark(
+    "gradients of nearly certain tokens against float64, as each kind of device computes them",
+    lambda quick: gradients.run(quick),
   ),
   "heads": Benchmark(
     "compressed heads against a dense softmax", lambda quick: heads.run(quick), is_default=True

@@ -106,6 +106,7 @@ def load(
   mesh: Mesh | None = None,
   seed: int = 0,
   runtime: Runtime | None = None,
+  tokenizer: bool = True,
 ) -> Loaded:
   """Load a pretrained decoder, its variables and its tokenizer.
 
@@ -124,6 +125,7 @@ def load(
     seed: seed of the layers that are freshly initialised.
     runtime: form of the vocabulary tables in memory, one of `checkpoints.RUNTIMES`; None: that
       which the file names, dense rows in most. Not with a head or an embedding.
+    tokenizer: read the tokenizer too; False: it is None, for one that this library cannot read.
 
   Raises:
     FileNotFoundError: there is no such model, or it has no weights.
@@ -151,10 +153,10 @@ def load(
   if fresh := places.keys() - read.keys():
     read |= _initialised(model, fresh, places, seed)
   variables = traverse_util.unflatten_dict(read)
-  tokenizer = find_tokenizer(source)
-  if tokenizer is not None:
-    check_size(tokenizer, own.head.vocab, source.path)
-  return Loaded(model, variables, tokenizer)
+  reading = find_tokenizer(source) if tokenizer else None
+  if reading is not None:
+    check_size(reading, own.head.vocab, source.path)
+  return Loaded(model, variables, reading)
 
 
 def read_variables(

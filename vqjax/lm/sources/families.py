@@ -818,14 +818,22 @@ FAMILIES = {
 """Families by the `model_type` of their config."""
 
 
+OTHERS = (
+  "Other architectures are not run here. Three lines compress their tables, the first of them"
+  ' optional: collect(model, batches, "moments"), the hook of docs/compression.md; vqjax compress'
+  " FOLDER --bytes 1/8 --table TENSOR [moments] --out small; vqjax.torch.load_tables(model,"
+  ' "small"). To run them, add a Family to vqjax/lm/sources/families.py.'
+)
+"""What an error says of architectures without a family."""
+
+
 def family_of(config: Mapping[str, Any], origin: Origin | None = None) -> Family:
   """The family of a config; ValueError with the known ones for an unknown architecture."""
   kind = config.get("model_type")
   if not isinstance(kind, str) or kind not in FAMILIES:
     raise dataclasses.replace(
       origin or Origin(),
-      remedy="Other architectures are not implemented: add a Family to"
-      " vqjax/lm/sources/families.py.",
+      remedy=OTHERS,
     ).error(f"`model_type` must be one of {', '.join(FAMILIES)}; got {shown(kind)}")
   return FAMILIES[kind]
 

@@ -13,6 +13,7 @@ import math
 import pathlib
 import struct
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -122,6 +123,36 @@ def open_source(path: str | pathlib.Path) -> ModelSource:
     f"`path` must be a folder with safetensors, a .gguf, or a .bin file of llama2.c; got {path}."
     " Files of PyTorch (.pt, .bin) are pickles, which are not read: save them as safetensors."
   )
+
+
+def read_tensors(path: str | pathlib.Path) -> tuple[str | None, dict[str, Tensor]]:
+  """The architecture and the tensors of any safetensors or GGUF, whether its model is known or not.
+
+  Compressed tables are in place of their parts.
+
+  Raises:
+    FileNotFoundError: there is no such file, or the folder has none.
+    ValueError: a file is damaged, or of another kind.
+  """
+  path = pathlib.Path(path)
+  if path.is_dir() and not any(path.glob("*.safetensors")) and (files := [*path.glob("*.gguf")]):
+    path = _only(path, files)
+  if path.suffix == ".gguf":
+    header, tensors = gguf_header(path), _gguf_tensors(path, gguf_header(path))[1]
+    kind = header.metadata.get("general.architecture")
+    return kind if isinstance(kind, str) else None, tensors
+  files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+  if not files or not files[0].is_file():
+    raise FileNotFoundError(
+      f"`path` must be a folder or file of safetensors, or a GGUF; got {path}. Download it first."
+    )
+  tensors = {name: tensor for file in files for name, tensor in _safetensors(file).items()}
+  folder = path if path.is_dir() else path.parent
+  if path.is_dir() and (folder / container.MANIFEST).is_file():
+    tensors = _decompressed(folder, container.read_manifest(folder), tensors)
+  config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+  kind = config.get("model_type")
+  return kind if isinstance(kind, str) else None, tensors
 
 
 def _only(path: pathlib.Path, files: list[pathlib.Path]) -> pathlib.Path:
@@ -347,16 +378,61 @@ def import_checkpoints_extra(module: str) -> ModuleType:
 
 def _read_gguf(path: pathlib.Path) -> ModelSource:
   """A GGUF: metadata, and tensors that may be quantised."""
-  gguf, header = import_checkpoints_extra("gguf"), gguf_header(path)
+  header = gguf_header(path)
+  runtime, tensors = _gguf_tensors(path, header)
+  config, origin = _gguf_config(path, header.metadata, tensors)
+  _check_gguf_tokenizer(header.metadata, origin)
+  return ModelSource(
+    path, "gguf", config, tensors, (path,), header.metadata, runtime=runtime, origin=origin
+  )
+
+
+def _gguf_tensors(path: pathlib.Path, header: Header) -> tuple[str, dict[str, Tensor]]:
+  """The form of the tables in memory, and the tensors, with tables in place of their parts."""
+  gguf = import_checkpoints_extra("gguf")
   tensors = {}
   for name, entry in header.entries.items():
     kind = gguf.GGMLQuantizationType(entry.kind)
     bytes_ = header.data[entry.first : entry.first + entry.nbytes]
     read = functools.partial(_rows, gguf, bytes_, kind, entry.shape)
     tensors[name] = Tensor(entry.shape, kind.name, entry.nbytes, read)
-  config, origin = _gguf_config(path, header.metadata, tensors)
-  _check_gguf_tokenizer(header.metadata, origin)
-  return ModelSource(path, "gguf", config, tensors, (path,), header.metadata, origin=origin)
+  runtime = container.UNPACKED
+  if TABLES_KEY in header.metadata:
+    manifest, tensors = _gguf_tables(path, header.metadata[TABLES_KEY], tensors)
+    runtime, tensors = manifest.runtime, _decompressed(path, manifest, tensors)
+  return runtime, tensors
+
+
+TABLES_KEY = "vqjax.tables"
+"""Key of a GGUF's metadata whose text is about its tables, as `vqjax.json` of a folder is."""
+
+PART_DTYPES = {"I8": np.uint8, "I16": np.uint16, "I32": np.int32, "F16": np.float16}
+"""Types of tensors of a GGUF -> number formats of the parts of compressed tables."""
+
+
+def _gguf_tables(
+  path: pathlib.Path, text: Any, tensors: dict[str, Tensor]
+) -> tuple[container.Manifest, dict[str, Tensor]]:
+  """What a GGUF says of its compressed tables; its tensors, with parts of tables as stored."""
+  try:
+    read = json.loads(text)
+    names, sums, runtime = read["tables"], read["crc32"], read["runtime"]
+    if (read["format"], read["version"]) != (container.FORMAT, container.VERSION):
+      raise ValueError("another version of vqjax wrote it")
+    parts = {name: tensor for name, tensor in tensors.items() if container.SEPARATOR in name}
+    if parts.keys() != sums.keys():
+      raise ValueError("other parts than it names")
+    for name, tensor in parts.items():
+      array = np.asarray(tensor.read(slice(None))).view(PART_DTYPES[tensor.format])
+      if zlib.crc32(np.ascontiguousarray(array)) != sums[name]:
+        raise ValueError(f"another checksum of {name}")
+      tensors = tensors | {name: _view(array, tensor.format)}
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    raise ValueError(
+      f"{path} must have the compressed tables that it was written with; got {error}. It is"
+      " damaged: copy it again."
+    ) from None
+  return container.Manifest(names, runtime), tensors
 
 
 def gguf_header(path: pathlib.Path) -> Header:
