@@ -108,11 +108,13 @@ test-gpu: $(STAMP)
 	  $(PY) -m pytest -m "not slow" -rs $(ON_GPU)
 
 # Every test once, the slow ones too: meshes, several processes, the studies' smoke runs;
-# and the mathematics as users' programs compute it, with this machine's vector instructions.
+# NNX in the tree mode that it will have by default; and the mathematics as users' programs compute
+# it, with this machine's vector instructions.
 check: $(STAMP)
 	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(TYPED) $(addprefix --ignore=,$(NUMERIC))
 	$(PYTEST) tests $(addprefix --ignore=,$(TYPED))
 	$(PYTEST) -m untyped $(TYPED)
+	NNX_GRAPH_MODE=false NNX_GRAPH_UPDATES=false $(PYTEST) -m "not slow" tests/nnx
 	$(OPTIMISED)=$(NATIVE) $(PYTEST) $(NUMERIC)
 
 # Before a release: also older vector instructions, further versions of Python, and the broken runs.

@@ -22,8 +22,7 @@ from rich.console import Console
 
 from experiments.bench import losses, measure
 from experiments.studies import study_page
-from vqjax.lab import exits
-from vqjax.lab.plan import chips
+from vqjax.lab import chips, exits
 from vqjax.lab.report import units
 from vqjax.lab.training.provenance import provenance
 from vqjax.lm import records

@@ -72,3 +72,4 @@ from .tables import Scalar as Scalar
 from .tables import SmallTable as SmallTable
 from .tables import compress as compress
 from .types import Size as Size
+from .variables import optimizer_labels as optimizer_labels

@@ -106,10 +106,9 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     # Parameters too: unlike `param`, this traces no initialiser where the variable is given.
     held = self.variable(variable.collection, name, init)
     if jnp.shape(held.value) != shape:
-      raise ValueError(
-        f"`{name}` must have shape {shape}; got {jnp.shape(held.value)}. Give the layer the fields"
-        " with which the variables were made."
-      )
+      remedy = "Give the layer the fields with which the variables were made."
+      remedy = variables.shape_remedy(shape, jnp.shape(held.value), remedy)
+      raise ValueError(f"`{name}` must have shape {shape}; got {jnp.shape(held.value)}. {remedy}")
     if jnp.issubdtype(dtype, jnp.integer) and not jnp.issubdtype(held.value.dtype, jnp.integer):
       raise ValueError(
         f"`{name}` of the collection {variable.collection!r} must be integers; got"

@@ -23,9 +23,9 @@ from configs.large import HEADS
 from experiments.plan import scaling_report
 from experiments.plan.isolated import isolated
 from vqjax.commands.console import configure_warnings
-from vqjax.lab import exits
+from vqjax.lab import chips, exits
 from vqjax.lab.config import Experiment
-from vqjax.lab.plan import chips, compiling
+from vqjax.lab.plan import compiling
 from vqjax.lab.plan.step_plan import step_plan
 from vqjax.lm import records
 from vqjax.sharding import MeshShape, make_mesh

@@ -605,7 +605,7 @@ def test_the_least_size_is_that_of_the_file():
 def test_few_steps_are_coded_until_a_size_near_the_least_is_refused_or_filled(
   part, scale, monkeypatch
 ):
-  monkeypatch.setattr(search, "SAMPLE", 256)
+  monkeypatch.setattr("vqjax.tables.coded.SAMPLE", 256)
   made = of_numbers(521, 32, scale)
   coded = made.coded(made.limits[1], None)[2]
   least = sum(array.nbytes for array in coded["t"].values())

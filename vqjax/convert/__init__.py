@@ -45,7 +45,7 @@ from vqjax.convert.targets import (
   ToProduct,
   ToResidual,
 )
-from vqjax.convert.trained_variables import frozen, merged, part_of, to_head, with_part
+from vqjax.convert.trained_variables import frozen, head_of, merged, part_of, to_head, with_part
 
 __all__ = [
   "Balanced",
@@ -74,6 +74,7 @@ __all__ = [
   "TokenStats",
   "clustered",
   "frozen",
+  "head_of",
   "in_order",
   "likely_tokens",
   "merged",

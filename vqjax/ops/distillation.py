@@ -37,7 +37,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from vqjax.ops import precision, sampling, softmax, tiles, vocab_parallel
-from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.sampling import Blocks
 from vqjax.ops.scores import ScoreOptions, check_softcap, exp_shift
 from vqjax.ops.tiles import Linear
@@ -187,17 +187,17 @@ def layers_of(student: Side, teacher: Side, options: ScoreOptions) -> tuple[Line
       f"`teacher_hidden` must have the leading axes of `hidden` {student.hidden.shape}; got"
       f" {teacher.hidden.shape}. Give both for the same tokens."
     )
-  rows, teacher_rows = (as_row_factory(side.weight).shape for side in (student, teacher))
-  if rows[0] != teacher_rows[0]:
-    raise ValueError(
-      f"`teacher_weight` must have a row for each of the {rows[0]} rows of `weight`; got"
-      f" {teacher_rows}. Give both over one vocabulary."
-    )
   check_softcap(teacher.softcap, "teacher_softcap")
   layers = []
   for side in (student, teacher):
     own = dataclasses.replace(options, softcap=side.softcap)
     layers.append(Linear.of(side.hidden, side.weight, side.bias, own, prefix=side.prefix))
+  rows, teacher_rows = (layer.weight.shape for layer in layers)
+  if rows[0] != teacher_rows[0]:
+    raise ValueError(
+      f"`teacher_weight` must have a row for each of the {rows[0]} rows of `weight`; got"
+      f" {teacher_rows}. Give both over one vocabulary."
+    )
   return tuple(layers)
 
 
@@ -643,7 +643,7 @@ def _d_mixture(mixture, scores, row_v11, given):
   )
 
 
-_pass.defvjp(_pass_forward, _pass_backward)
+_pass.defvjp(*map(vocab_parallel.own_promotion, (_pass_forward, _pass_backward)))
 
 
 class LinearComparison(NamedTuple):

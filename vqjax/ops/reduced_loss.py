@@ -372,4 +372,4 @@ def _backward(plan, saved, cotangent):
   return layer, scaled(loss, cotangent, like[3]), None
 
 
-_sum.defvjp(_forward, _backward)
+_sum.defvjp(*map(vocab_parallel.own_promotion, (_forward, _backward)))

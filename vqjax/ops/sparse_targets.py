@@ -442,4 +442,4 @@ def _d_scores(scores, row_v11, given):
   return (statistics.add_at_rows(d_vPn, given.row - row_v11[0, 0, 0], given.own),)
 
 
-_pass.defvjp(_pass_forward, _pass_backward)
+_pass.defvjp(*map(vocab_parallel.own_promotion, (_pass_forward, _pass_backward)))

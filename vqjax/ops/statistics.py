@@ -500,6 +500,8 @@ def add_at_rows(d_vPn: Array, row_Pnk: Array, own_Pnk: Array) -> Array:
   return jax.vmap(add, in_axes=(1, 0, 0), out_axes=1)(d_vPn, row_Pnk, own_Pnk)
 
 
-_pass.defvjp(_pass_forward, _pass_backward, symbolic_zeros=True)
+_pass.defvjp(
+  *map(vocab_parallel.own_promotion, (_pass_forward, _pass_backward)), symbolic_zeros=True
+)
 # Eagerly, `jax.shard_map` has no rule for symbolic zeros; compiled, it needs none.
 _compiled_pass = jax.jit(_pass, static_argnums=0, inline=True)

@@ -44,7 +44,6 @@ TITLES = {
   "loss": "Loss and gradient, N = 4096, D = 256, V = 50,257",
   "least": "Group sizes of the least memory, tokens a group",
   "drawing": "Drawing the pictures in the training step",
-  "bench-origins": "Origin of the bench's measurements",
 }
 
 
@@ -59,10 +58,9 @@ def read_cost(docs: pathlib.Path) -> BenchFigures | None:
   """The figures of the grouped benchmarks; None if there are none."""
   parts = {part: study_page.bench(docs, f"grouped-{part}") for part in PARTS}
   parts = {part: figures for part, figures in parts.items() if figures is not None}
-  if not parts:
-    return None
-  provenance = {part: figures.pop("provenance") for part, figures in parts.items()}
-  return parts | parts.get("sizes", {}) | {"provenance": provenance}
+  for figures in parts.values():
+    del figures["provenance"]
+  return parts | parts.get("sizes", {}) if parts else None
 
 
 def page_tables(results: Results, scale: str, cost: BenchFigures | None) -> dict[str, pd.DataFrame]:
@@ -76,7 +74,7 @@ def page_tables(results: Results, scale: str, cost: BenchFigures | None) -> dict
   }
   if cost is not None:
     frames |= {"memory": _memory(cost), "speed": _speed(cost), "loss": _loss(cost)}
-    frames |= {"least": _least(cost), "drawing": _drawing(cost), "bench-origins": _origins(cost)}
+    frames |= {"least": _least(cost), "drawing": _drawing(cost)}
   return {name: frame for name, frame in frames.items() if len(frame)}
 
 
@@ -223,14 +221,20 @@ def _top(results: Results) -> pd.DataFrame:
   ])  # fmt: skip
 
 
-STEPS = {
-  f"{dim}/{name}": f"{dim} ({size}): {label}"
-  for dim, size in WIDTHS.items()
-  for name, label in MODELS.items()
-}
-"""Training step of Tables 2 and 3 -> its label."""
+STEPS = [f"{dim}/{name}" for dim in WIDTHS for name in MODELS]
+"""Training steps of Tables 2 and 3."""
 
-DENSE_STEPS = [f"{step.split('/')[0]}/gpt-2" for step in STEPS]
+
+def _by_width(quantities: Mapping[str, pd.Series]) -> pd.DataFrame:
+  """A line for each width and quantity of `STEPS` that has a number, a column for each model."""
+  lines = []
+  for dim, size in WIDTHS.items():
+    for title, texts in quantities.items():
+      of_step = dict(zip(STEPS, texts, strict=True))
+      cells = {label: of_step[f"{dim}/{name}"] for name, label in MODELS.items()}
+      if not pd.isna(list(cells.values())).all():
+        lines.append({"width": f"{dim} ({size}): {title}"} | cells)
+  return pd.DataFrame(lines)
 
 
 def _steps(cost: BenchFigures) -> dict[str, Mapping[str, Any]]:
@@ -240,37 +244,25 @@ def _steps(cost: BenchFigures) -> dict[str, Mapping[str, Any]]:
 
 def _memory(cost: BenchFigures) -> pd.DataFrame:
   steps = _steps(cost)
-  plain = lambda names: _numbers(steps, names, "without_remat", "peak_bytes") / 1e9
-  remat = lambda names: _numbers(steps, names, "peak_bytes") / 1e9
-  frame = pd.DataFrame({
-    "model": list(STEPS.values()),
-    "compiled": _text(plain(STEPS), "{:.2f}"),
-    "recomputing": _text(remat(STEPS), "{:.2f}"),
-    "of GPT-2": _text(remat(STEPS) / remat(DENSE_STEPS), "{:.2f}"),
-    "paper, GB": _printed("2", STEPS, "GB"),
-  })  # fmt: skip
+  remat = _text(_numbers(steps, STEPS, "peak_bytes") / 1e9, "{:.2f}")
+  plain = _text(_numbers(steps, STEPS, "without_remat", "peak_bytes") / 1e9, "{:.2f}")
   # The step with recomputed blocks is compiled first; an error is of the first that failed.
   failed = pd.Series(["error" in steps.get(step, {}) for step in STEPS])
-  frame.loc[failed & frame["recomputing"].notna(), "compiled"] = "failed"
-  frame.loc[failed & frame["recomputing"].isna(), "recomputing"] = "failed"
-  return frame
+  plain[failed & remat.notna()] = "failed"
+  remat[failed & remat.isna()] = "failed"
+  return _by_width(
+    {"GB, recomputing": remat, "GB, as compiled": plain, "GB, paper": _printed("2", STEPS, "GB")}
+  )
 
 
 def _speed(cost: BenchFigures) -> pd.DataFrame:
-  numbers = functools.partial(_numbers, _steps(cost))
-  speed, weights = numbers(STEPS, "tokens_per_s"), numbers(STEPS, "macs", "weights") / 1e9
-  printed = _printed("3", STEPS, "tokens/s").astype(float)
-  of_dense = printed / _printed("3", DENSE_STEPS, "tokens/s").astype(float)
-  frame = pd.DataFrame({
-    "model": list(STEPS.values()),
-    "tokens/s": _text(speed, "{:,.0f}"),
-    "of GPT-2": _text(speed / numbers(DENSE_STEPS, "tokens_per_s"), "{:.2f}×"),
-    "paper": _text(printed, "{:,.0f}"),
-    "of its GPT-2": _text(of_dense, "{:.2f}×"),
-    "GMAC": _text(weights, "{:.2f}"),
-    "paper's GFLOPs": _printed("3", STEPS, "GFLOPs"),
+  numbers = functools.partial(_numbers, _steps(cost), STEPS)
+  return _by_width({
+    "tokens/s": _text(numbers("tokens_per_s"), "{:,.0f}"),
+    "tokens/s, paper": _text(_printed("3", STEPS, "tokens/s").astype(float), "{:,.0f}"),
+    "GMAC": _text(numbers("macs", "weights") / 1e9, "{:.2f}"),
+    "GFLOPs, paper": _printed("3", STEPS, "GFLOPs"),
   })  # fmt: skip
-  return frame.dropna(subset=["tokens/s", "paper"], how="all")
 
 
 def _loss(cost: BenchFigures) -> pd.DataFrame:
@@ -308,15 +300,6 @@ def _drawing(cost: BenchFigures) -> pd.DataFrame:
     | {"draw / step, %": f"{100 * images['draw_of_step']:.1f}"}
     for images in lines
   ])  # fmt: skip
-
-
-def _origins(cost: BenchFigures) -> pd.DataFrame:
-  lines = [
-    {"part": part, "device": of["device"], "commit": of["commit"], "day": of["date"][:10]}
-    for part, of in cost.get("provenance", {}).items()
-  ]
-  failed = {step: row["error"] for step, row in _steps(cost).items() if "error" in row}
-  return pd.DataFrame([*lines, *({"part": f"{step} failed: {of}"} for step, of in failed.items())])
 
 
 def _frame(axes: Axes, across: str, up: str) -> None:

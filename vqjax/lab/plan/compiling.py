@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from vqjax.lab.plan import chips
+from vqjax.lab import chips
 from vqjax.lab.training.program import Program
 
 __all__ = ["simulated_devices", "tpu_devices"]

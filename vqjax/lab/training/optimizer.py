@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from vqjax.lab.config import Train
+from vqjax.variables import optimizer_labels
 
 __all__ = ["SGD", "NewRows", "learning_rate", "optimizer"]
-
-UNDECAYED = frozenset({"bias", "token_bias", "group_bias", "slot_bias", "scale", "shift"})
-"""Parameters without weight decay: biases, gains of norms, scales and shifts of slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +116,8 @@ def learning_rate(train: Train) -> optax.Schedule:
 
 
 def decayed(params: dict) -> dict:
-  """Mark the parameters that weight decay applies to: all but `UNDECAYED`."""
-  return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in UNDECAYED, params)
+  """Mark the parameters that weight decay applies to: matrices and tables."""
+  return jax.tree.map("vector".__ne__, optimizer_labels(params))
 
 
 def _adamw(train: Train, schedule: optax.Schedule) -> optax.GradientTransformation:
