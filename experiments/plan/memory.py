@@ -42,8 +42,8 @@ TOKENS, VOCAB, DIM = 65_536, 2**20, 256
 HIDDEN = 4 * TOKENS * DIM
 """Bytes of all hidden vectors, 64 MiB."""
 
-SCRATCH = {"cpu": 2**25, "tpu": 2**28, "cuda": 620 * 2**20}
-"""Compiler -> bytes of tiles of scores: each device has its own (`ops.device`)."""
+SCRATCH = {"cpu": 2**25, "tpu": 640 * 2**20, "cuda": 620 * 2**20}
+"""Compiler -> bytes of tiles of scores (`ops.device`); on TPUs also the weight in bfloat16."""
 
 DEVICES = (1, 8)
 
