@@ -18,7 +18,7 @@ from vqjax import assign
 from vqjax.assign import trees
 from vqjax.heads.unigram import UnigramProposal
 
-ITEMS, DIM, TOKENS = 1_000_000, 128, 1024
+ITEMS, DIM, TOKENS = 1_000_000, 128, 256
 MOST_BYTES = 4 * 10**9
 """Memory in which each head must do all of it."""
 
