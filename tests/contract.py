@@ -4,6 +4,7 @@ The methods of a case are compiled once, in one program where several claims rea
 are shared by all tests of the case: compilation is most of the time of these tests.
 """
 
+import contextlib
 import functools
 import math
 
@@ -21,9 +22,17 @@ from tests.contract_on_meshes import (
   as_float64,
   mesh_cases,
 )
-from tests.jitted import results
+from tests.jitted import abstract_variables, results
+from vqjax import assign
 from vqjax import nnx as layers
 from vqjax.ops import sampling
+
+
+@contextlib.contextmanager
+def strict_modes():
+  """What JAX refuses on request: operands of other dtypes and of other ranks."""
+  with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+    yield
 
 
 def costly(test):
@@ -214,6 +223,23 @@ class OneDeviceContract:
     assert not np.any(of_hidden[~known])
 
   @costly
+  def test_log_prob_leaves_out_what_loss_terms_does(self, run, variables, hidden, tokens):
+    tokens[1, 2:], tokens[2, 0] = -100, self.vocab
+    known = (tokens >= 0) & (tokens < self.vocab)
+    hidden = np.where(known[..., None], hidden, np.nan).astype(np.float32)
+
+    def loss(params, hidden, method):
+      given, options = variables | {"params": params}, {"mask": tokens < self.vocab}
+      found = run.head.apply(given, hidden, tokens, ignore_index=-100, method=method, **options)
+      return -(found if method == "log_prob" else found[0]).sum()
+
+    both = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
+    found, expected = (
+      jax.device_get(both(variables["params"], hidden, name)) for name in ("log_prob", "loss_terms")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+
+  @costly
   def test_the_share_of_the_gradient_is_that_of_a_float64_projection(
     self, run, head, variables, hidden, tokens
   ):
@@ -239,6 +265,21 @@ class OneDeviceContract:
     both = jax.value_and_grad(loss, (0, 2))
     largest = reference.largest_value(both, variables["params"], rest, hidden, tokens)
     assert largest < rows * vocab / 4
+
+  @costly
+  def test_all_products_have_the_precision_of_the_head(self, case, hidden, tokens):
+    head = self.cases[case](self.vocab, self.dim).clone(precision="highest")
+    variables = abstract_variables(head)
+
+    def run(variables, hidden):
+      # The rules of a gradient are traced after the call, which a compiled function shows.
+      call = jax.jit(head.apply, static_argnames="method")
+      loss = lambda v, h: call(v, h, tokens, method="loss_terms")[0].sum()
+      gradients = jax.grad(loss, (0, 1), allow_int=True)(variables, hidden)
+      return gradients, call(variables, hidden, method="logits")
+
+    found = reference.precisions_of(run, variables, hidden)
+    assert found <= {(jax.lax.Precision.HIGHEST,) * 2}
 
   @costly
   @pytest.mark.parametrize("vocab", [9001])
@@ -269,6 +310,56 @@ class OneDeviceContract:
     assert counts[~some].sum() <= 10
     assert scipy.stats.chisquare(counts[some], share[some], sum_check=False).pvalue > 1e-4
 
+  def test_modes_of_jax_change_neither_methods_nor_dtypes(self, head, variables, hidden, tokens):
+    def program(variables, hidden, tokens):
+      call = lambda *args, method: head.apply(variables, *args, method=method)
+      rest = {name: tree for name, tree in variables.items() if name != "params"}
+
+      def loss(params, hidden):
+        given = rest | {"params": params}
+        log_prob, terms = head.apply(given, hidden, tokens, tokens > 0, -1, method="loss_terms")
+        return sum(terms.values(), -log_prob.sum())
+
+      key, allowed = jax.random.key(0), np.ones(self.vocab, bool)
+      warm = np.ones(tokens.shape, np.float32)
+      floats = [call(hidden, tokens, t, method="log_prob") for t in (1.0, 0.7, warm)]
+      floats += [call(hidden, method="logits"), jax.grad(loss, (0, 1))(variables["params"], hidden)]
+      options = (), (0,), (0.7, 7, 0.9, allowed), (warm, 7, warm, allowed)
+      draws = [call(hidden, key, *given, method="sample") for given in options]
+      share = call(hidden, tokens, method="gradient_share")
+      (log_probs, best), initial = call(hidden, 5, method="top_k"), head.init(key, hidden)
+      floats += [share.kept, share.gain, share.norm, log_probs, initial.get("params", {})]
+      return floats, (draws, best, share.rank)
+
+    with jax.enable_x64(True), strict_modes():
+      floats, integers = jax.eval_shape(program, {"params": {}} | variables, hidden, tokens)
+    assert {x.dtype for x in jax.tree.leaves(floats)} == {np.dtype(np.float32)}
+    assert {x.dtype for x in jax.tree.leaves(integers)} == {np.dtype(np.int32)}
+
+  @costly
+  def test_a_program_is_exported_for_any_number_of_tokens(self, run, hidden, tokens):
+    def program(variables, hidden, tokens, key):
+      call = lambda *args, method: run.head.apply(variables, *args, method=method)
+      terms = call(hidden, tokens, tokens > 0, method="loss_terms")
+      draws = [call(hidden, key, *given, method="sample") for given in ((), (0.7, 7, 0.9))]
+      found = call(hidden, method="logits"), call(hidden, tokens, method="log_prob"), terms
+      return found, call(hidden, 5, method="top_k"), draws
+
+    b, t = jax.export.symbolic_shape("b, t")
+    given = run.variables, hidden, tokens, jax.random.key(0)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+    symbolic = [jax.ShapeDtypeStruct((b, t, *x.shape[2:]), x.dtype) for x in shapes[1:3]]
+    exported = jax.export.export(jax.jit(program))(shapes[0], *symbolic, shapes[3])
+    # More tokens than a chunk has, of which the last is not full.
+    many = lambda x: np.tile(x, (1, 5, *[1] * (x.ndim - 2)))
+    given = run.variables, many(hidden), many(tokens), given[3]
+    found, (log_probs, best), draws = exported.call(*given)
+    expected, (of_best, _), _ = jax.jit(program)(*given)
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+    jax.tree.map(near, (found, log_probs), (expected, of_best))
+    assert all(x.shape == given[2].shape for x in draws)
+    assert all((x >= 0).all() and (x < self.vocab).all() for x in (best, *draws))
+
   def test_size_is_the_real_count(self, head, variables):
     own = {c: {k: v for k, v in tree.items() if k != "embedding"} for c, tree in variables.items()}
     assert head.size().params == sum(x.size for x in jax.tree.leaves(own.get("params", {})))
@@ -278,6 +369,26 @@ class OneDeviceContract:
     axes = head.logical_axes()
     ranks = jax.tree.map(lambda x: x.ndim, variables)
     assert jax.tree.map(len, axes, is_leaf=lambda x: isinstance(x, tuple)) == ranks
+
+  @costly
+  def test_a_text_gives_the_first_distribution_of_a_head(self, head, variables):
+    ids = np.random.default_rng(0).zipf(1.3, 3000) % self.vocab
+    text = assign.TextStats.of(ids, self.vocab)
+    begun = head.started_from(text)
+    assert begun == head.started_from(text)
+    assert hash(begun) == hash(head.started_from(text))
+    if begun is head:
+      return
+    # The same words as codes, orders and rows of zeros leave: what biases alone give.
+    fresh = begun.init(jax.random.key(0), np.zeros((1, self.dim), np.float32))
+    given = {"params": variables["params"] | fresh["params"]}
+    logits = begun.apply({**variables, **fresh, **given}, np.zeros(self.dim, np.float32))
+    log_prob = reference.log_softmax(np.float64(logits))
+    frequency = text.counts / text.counts.sum()
+    has_bias = getattr(head, "use_bias", False) or getattr(head, "token_bias", False)
+    if has_bias and all(getattr(head, name, None) is None for name in ("softcap", "output")):
+      np.testing.assert_allclose(np.exp(log_prob), frequency, atol=2e-3)
+    assert -(frequency * log_prob).sum() < np.log(self.vocab) + 0.5
 
   @costly
   def test_the_nnx_layer_computes_the_same(self, head, variables, hidden, tokens, expected):

@@ -25,7 +25,7 @@ PRETRAINED = """
 import importlib, sys
 from vqjax import cli
 assert cli.main(["inspect", sys.argv[1]]) == 0
-for name in ("compress", "draft", "export", "generate", "lens", "score", "trim"):
+for name in ("compress", "draft", "export", "generate", "lens", "score", "trim", "grow"):
   importlib.import_module(f"vqjax.commands.{name}")
 importlib.import_module("vqjax.commands.models").load_model(sys.argv[1])
 print("MODULES", *sys.modules)

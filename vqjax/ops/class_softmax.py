@@ -21,7 +21,6 @@ each one's gradient to the rows that it read.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from vqjax.ops import vocab_parallel
+from vqjax.ops import precision, vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.types import Dtype
 
@@ -177,7 +176,7 @@ class _Running(NamedTuple):
 
 
 # A loop whose length is known only at run time has no reverse mode of its own.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@precision.custom_vjp
 def _log_prob(plan, hidden_PND, weight, class_V, row_PN, class_PN):
   return _forward(plan, hidden_PND, weight, class_V, row_PN, class_PN)[0]
 
@@ -199,7 +198,7 @@ def _forward(plan, hidden_PND, weight, class_V, row_PN, class_PN):
     new = jnp.stack([own, top, total], axis=-1)
     return state_N3.at[tokens].set(new, mode="drop", unique_indices=True)
 
-  start = jnp.broadcast_to(jnp.array([-jnp.inf, -jnp.inf, 0.0]), (*row_PN.shape, 3))
+  start = jnp.broadcast_to(jnp.float32([-jnp.inf, -jnp.inf, 0.0]), (*row_PN.shape, 3))
   start, given, _ = vocab_parallel.varying(
     (plan.shards.keep(start), (work.shards, hidden_PND, row_PN), (weight, class_V))
   )
@@ -271,7 +270,7 @@ def _backward(plan, saved, cotangent_PN):
   return d_hidden.astype(hidden_PND.dtype), d_weight, None, None, None
 
 
-_log_prob.defvjp(_forward, _backward)
+_log_prob.defvjp(*map(vocab_parallel.own_promotion, (_forward, _backward)))
 
 
 class Normalizers(NamedTuple):

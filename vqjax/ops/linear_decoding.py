@@ -13,6 +13,7 @@ time, and no array [N, V] exists. `vqjax.ops.sampling` selects and draws.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +21,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.ops import device, sampling, softmax, vocab_parallel
+from vqjax.ops import device, precision, sampling, softmax, symbolic, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.tiles import Linear
-from vqjax.ops.vocabulary import check_key, is_count
+from vqjax.ops.vocabulary import is_count, key_of
 from vqjax.types import Dtype
 
 __all__ = ["linear_sample", "linear_top_k"]
@@ -58,6 +59,7 @@ def linear_blocks(
 
 
 @vocab_parallel.for_any_axes("hidden")
+@symbolic.for_any_batch("hidden")
 def linear_top_k(
   hidden: Float[ArrayLike, "*B D"],
   weight: Float[ArrayLike, "V D"] | RowFactory,
@@ -67,6 +69,7 @@ def linear_top_k(
   softcap: float | int | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  precision: str | None = None,
 ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
   """The k most likely tokens under softmax(hidden · weightᵀ + bias), exactly.
 
@@ -92,7 +95,7 @@ def linear_top_k(
     ValueError: the shapes do not fit together, `k` is outside [1, V], `softcap` is not positive, or
       the mesh has no axis `vocab_axis`.
   """
-  options = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis)
+  options = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis, precision=precision)
   layer = Linear.of(hidden, weight, bias, options)
   if not is_count(k) or not 1 <= k <= layer.vocab:
     raise ValueError(
@@ -117,9 +120,11 @@ def linear_sample(
   softcap: float | int | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  precision: str | None = None,
 ) -> Int[Array, "*B"]:
   """Draws from softmax(hidden · weightᵀ + bias), exactly; -1 where no token is allowed.
 
+  A row with a score of inf or nan has no distribution: its draw is -1, its log-probabilities nan.
   The filters apply in the order allowed, temperature, top_k, top_p.
 
   Example:
@@ -144,10 +149,10 @@ def linear_sample(
     ValueError: the shapes do not fit together, an option is outside its range, or the mesh has no
       axis `vocab_axis`.
   """
-  scoring = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis)
+  scoring = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis, precision=precision)
   layer = Linear.of(hidden, weight, bias, scoring)
   options = sampling.SamplingOptions(temperature, top_k, top_p)
-  check_key(key)
+  key = key_of(key)
   allowed = None if allowed is None else jnp.asarray(allowed)
   # Read here: inside of the axis the layer has a device's rows, and counts them over all devices.
   vocab = layer.vocab
@@ -156,7 +161,8 @@ def linear_sample(
     blocks = sampling.allow(blocks, allowed, vocab)
     return sampling.sample(blocks, key, options)
 
-  return _over_blocks(draw, layer, key, allowed)
+  compute = functools.partial(_over_blocks, draw)
+  return symbolic.by_chunks(compute, hidden, layer, key, allowed)
 
 
 def _over_blocks(body: Callable, layer: Linear, *shared: Any) -> Any:
@@ -166,7 +172,8 @@ def _over_blocks(body: Callable, layer: Linear, *shared: Any) -> Any:
   def run(rows, hidden, *shared):
     per_row, bias, shared_rows = rows
     local = dataclasses.replace(weight, per_row=per_row, shared=shared_rows)
-    return body(linear_blocks(hidden, local, bias, vocab, options), *shared)
+    with precision.using(options.precision):
+      return body(linear_blocks(hidden, local, bias, vocab, options), *shared)
 
   rows = (
     vocab_parallel.Sharded(weight.per_row, 0, weight.axis),

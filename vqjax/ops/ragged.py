@@ -30,7 +30,7 @@ from jax.custom_batching import sequential_vmap
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from vqjax.ops import vocab_parallel
+from vqjax.ops import precision, vocab_parallel
 from vqjax.types import Dtype
 
 __all__ = []
@@ -99,7 +99,7 @@ def unshared_slot_log_prob(
 
 
 # The loop of `_ragged_product` has a dynamic length and so no reverse mode of its own.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@precision.custom_vjp
 def _log_prob(dtype, linears: _Linears, tokens: _Tokens) -> Array:
   """Log-probabilities [N] of the slots; 0 for tokens of no group."""
   return _forward(dtype, linears, tokens)[0]
@@ -122,7 +122,7 @@ def _backward(dtype, saved, cotangent):
   return d_linears, _Tokens(narrow(d_hidden, tokens.hidden), None, None)
 
 
-_log_prob.defvjp(_forward, _backward)
+_log_prob.defvjp(*map(vocab_parallel.own_promotion, (_forward, _backward)))
 
 
 def _on_each_device(function, linears, per_token, summed):

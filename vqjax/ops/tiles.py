@@ -48,7 +48,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from vqjax.ops import device, vocab_parallel
+from vqjax.ops import device, precision, symbolic, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded, TokenShards, varying
@@ -216,8 +216,12 @@ def on_each_device(
   Returns:
     The results of the body as [*B, ...] or [].
   """
-  options, batch = layers[0].options, layers[0].hidden.shape[:-1]
-  axis, n = options.vocab_axis, math.prod(batch)
+  hidden, options = layers[0].hidden, layers[0].options
+  if symbolic.is_symbolic(hidden):
+    of_chunk = lambda layers, *given: on_each_device(layers, given[0], body, *given[1:])
+    return symbolic.by_chunks(of_chunk, hidden, layers, tokens, kept, per_token)
+  batch, axis = hidden.shape[:-1], options.vocab_axis
+  n = math.prod(batch)
 
   def local(rows, hiddens, tokens, kept, per_token):
     inside, shards = vocab_parallel.inside(axis), vocab_parallel.token_shards(axis)
@@ -243,7 +247,8 @@ def on_each_device(
       tokens = split(tokens) - vocab_parallel.first_row(inside, count)
     tile = cut_tile(options.tile, here[0].hidden.shape[1], count, masked=order is not None)
     further = () if per_token is None else (split(per_token),)
-    results = body(Cut(tile, shards), tuple(here), tokens, *further)
+    with precision.using(options.precision):
+      results = body(Cut(tile, shards), tuple(here), tokens, *further)
 
     def joined(x):
       x = x if order is None else order.restored(x)
@@ -387,6 +392,11 @@ def raw_scores(a: Array, b: Array, contract: Any) -> Array:
   """Product of vectors and rows: as `product`, but bfloat16 where the device rounds scores."""
   dtype = _score_dtype(a.dtype)
   return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=dtype)
+
+
+def rounded_scores(raw: Array, operands: Dtype) -> Array:
+  """float32 scores, rounded as those of `raw_scores` from operands of a dtype."""
+  return raw.astype(_score_dtype(jnp.dtype(operands))).astype(jnp.float32)
 
 
 def _score_dtype(operands):
