@@ -7,6 +7,7 @@ from typing import Any
 import lazy_loader
 
 # Imported at first use: the GPU benchmark also runs where the lab's packages are not installed.
+catalogues = lazy_loader.load("experiments.bench.catalogues", suppress_warning=True)
 codebook = lazy_loader.load("experiments.bench.codebook", suppress_warning=True)
 compared = lazy_loader.load("experiments.bench.compared", suppress_warning=True)
 decoding = lazy_loader.load("experiments.bench.decoding", suppress_warning=True)
@@ -112,6 +113,10 @@ BENCHMARKS = {
   "medusa": Benchmark(
     "tokens a pass of Gemma 3 270M with Medusa's blocks trained on stories; twenty minutes",
     lambda quick: medusa.run(quick),
+  ),
+  "catalogues": Benchmark(
+    "memory of every head for a million items with Zipf counts; a quarter of an hour",
+    lambda quick: catalogues.run(quick),
   ),
   "dpq": Benchmark(
     "DPQ: training steps over K and M, lookup, export; a quarter of an hour",
