@@ -317,9 +317,9 @@ def compress(
   Args:
     table: [V, D], a row for each token: of NumPy, JAX or PyTorch (on the CPU), or a memory map; any
       float dtype. It is read a part at a time.
-    bytes: largest size of the result, form and bias: a number of bytes, such as 65e6 or "65MB", or
-      a fraction of the bytes of `table` in its own dtype, such as 1/16: 2 bits a weight of float32
-      and 1 of bfloat16.
+    bytes: largest size of the result, form and bias; the header of its file takes 1 to 2 kB more. A
+      number of bytes, such as 65e6 or "65MB", or a fraction of the bytes of `table` in its own
+      dtype, such as 1/16: 2 bits a weight of float32 and 1 of bfloat16.
     kl: largest mean divergence of softmax(hidden · rowsᵀ + bias) from that of the table, nats a
       hidden state, instead of `bytes`; it needs `hidden`.
     method: None: `Integers()`, or for tables so small that their maps would fill the budget

@@ -99,9 +99,15 @@ class TorchTable(torch.nn.Module):
 
   def _read_integers(self, path, meta, tensors):
     try:
-      from vqjax.tables.container import read_table
-    except ImportError:
       from container import read_table  # the copy next to this one
+    except ImportError:
+      try:
+        from vqjax.tables.container import read_table
+      except ImportError as error:
+        raise ImportError(
+          f"{path} holds integers, which vqjax/tables/container.py reads: copy that file next to"
+          " this one."
+        ) from error
     self.register_buffer("weight", torch.from_numpy(read_table(path).rows()))
 
   def _read_packed(self, path, meta, tensors):
