@@ -129,7 +129,10 @@ class TestLinearStudent:
       (lambda a: (a[0].tolist(), *a[1:]), "`hidden` must be an array; got list"),
       (lambda a: (*a[:3], "rows", *a[4:]), "`teacher_weight` must be an array; got str"),
       (lambda a: (a[0][:5], *a[1:]), r"`teacher_hidden` must have .* got \(13, 9\)"),
-      (lambda a: (a[0], a[1][:9], *a[2:]), r"`teacher_weight` must have .* got \(101, 9\)"),
+      (
+        lambda a: (a[0], a[1][:9], *a[2:4], a[4][:9], a[5]),
+        r"`teacher_weight` must .* got \(101, 9\)",
+      ),
       (lambda a: (a[0][:, :3], *a[1:]), r"`weight` must be \[V, 3\] .* got \(101, 6\)"),
       (lambda a: (*a[:4], a[4][:9], a[5]), r"`bias` must be \[101\] .* got \(9,\)"),
     ],
