@@ -211,7 +211,7 @@ CASES = {
   "linear_divergence": _operation(_divergence, 3, _BOTH, teacher=True, tiles=4),
   "linear_top_k_divergence": _operation(_top_k_divergence, 3, _BOTH, teacher=True, tiles=2),
   "linear_sparse_target_loss": _operation(_sparse_targets, 2, _TILE),
-  "block_soft_target_loss": Case(_from_blocks, 2, _TILE),
+  "block_soft_target_loss": Case(_from_blocks, 2, _TILE, tiles=2),
 }
 
 
