@@ -33,7 +33,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import device, topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
-from vqjax.ops.vocabulary import check_numbers, is_count
+from vqjax.ops.vocabulary import allowed_of, check_numbers, is_count
 
 __all__ = ["Blocks", "best", "gumbel", "log_z", "sample"]
 
@@ -221,12 +221,7 @@ def allow(blocks: Blocks, allowed: Bool[ArrayLike, "..."] | None, vocab: int) ->
   """Blocks that score -inf where the mask `allowed`, [V] or [*B, V], is False."""
   if allowed is None:
     return blocks
-  allowed = jnp.asarray(allowed)
-  if allowed.dtype != bool:  # any number but 0 would be true, ids and nan among them
-    raise TypeError(
-      f"`allowed` must be booleans; got {allowed.dtype}. Give one for each token, such as"
-      " jnp.zeros(vocab, bool).at[ids].set(True)."
-    )
+  allowed = allowed_of(allowed)
   try:
     fits = allowed.shape[-1:] == (vocab,) and bool(
       jnp.broadcast_shapes(allowed.shape[:-1], blocks.batch) == blocks.batch

@@ -205,6 +205,7 @@ def check_dtype(dtype: Any) -> None:
   """Raise TypeError unless a dtype is None or floating-point, of at least 16 bits."""
   try:
     is_floating = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    is_floating &= not hasattr(dtype, "shape") or isinstance(dtype, type | jnp.dtype)
   except (TypeError, ValueError):
     is_floating = False
   if not is_floating or (dtype is not None and jnp.dtype(dtype).itemsize < 2):

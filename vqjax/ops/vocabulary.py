@@ -7,6 +7,7 @@ import numbers
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
@@ -77,9 +78,34 @@ def key_of(key: Any) -> Any:
   Raises:
     TypeError: it is not a key of `jax.random`.
   """
-  if not hasattr(key, "dtype"):
+  dtype = getattr(key, "dtype", None)
+  if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    return key
+  if dtype != np.uint32 or not key.ndim:
     raise TypeError(f"`key` must be a key of jax.random; got {key!r}. Use jax.random.key(0).")
-  return jax.random.wrap_key_data(key) if key.dtype == np.uint32 else key
+  return jax.random.wrap_key_data(key)
+
+
+def allowed_of(allowed: Any, batch: tuple[int, ...] = ()) -> Array | None:
+  """The marks of the tokens that may be drawn, as an array of JAX; None stays None.
+
+  Where a size of the batch is a symbol, marks with further axes than V get all axes of the batch.
+
+  Raises:
+    TypeError: they are not booleans.
+  """
+  if allowed is None:
+    return None
+  marks = allowed if isinstance(allowed, jax.Array) else np.asarray(allowed)
+  if marks.dtype != bool:  # any number but 0 would be true, ids and nan among them
+    raise TypeError(
+      f"`allowed` must be booleans; got {marks.dtype}. Give one for each token, such as"
+      " jnp.zeros(vocab, bool).at[ids].set(True)."
+    )
+  marks = jnp.asarray(marks)
+  if marks.ndim > 1 and any(map(jax.export.is_symbolic_dim, batch)):
+    return jnp.broadcast_to(marks, (*batch, marks.shape[-1]))
+  return marks
 
 
 def is_count(number: Any) -> bool:
