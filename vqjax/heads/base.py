@@ -52,6 +52,7 @@ from vqjax.ops.sampling import Blocks, SamplingOptions
 from vqjax.ops.scores import check_temperature
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import (
+  allowed_of,
   check_arrays,
   check_ignore_index,
   check_mask,
@@ -444,7 +445,7 @@ class Head(VocabularyLayer):
   ) -> Any:
     """body(arrays, hidden, key, allowed, *each) on each device, for checked arguments."""
     key = key_of(key)
-    allowed = None if allowed is None else jnp.asarray(allowed)
+    allowed = allowed_of(allowed, jnp.shape(hidden)[:-1])
     return self._on_devices(body, hidden, key, allowed, *each)
 
   def _operand_dtype(self, hidden: Array, weight: Any) -> Dtype:

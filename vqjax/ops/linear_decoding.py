@@ -25,7 +25,7 @@ from vqjax.ops import device, precision, sampling, softmax, symbolic, vocab_para
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.tiles import Linear
-from vqjax.ops.vocabulary import is_count, key_of
+from vqjax.ops.vocabulary import allowed_of, is_count, key_of
 from vqjax.types import Dtype
 
 __all__ = ["linear_sample", "linear_top_k"]
@@ -153,7 +153,7 @@ def linear_sample(
   layer = Linear.of(hidden, weight, bias, scoring)
   options = sampling.SamplingOptions(temperature, top_k, top_p)
   key = key_of(key)
-  allowed = None if allowed is None else jnp.asarray(allowed)
+  allowed = allowed_of(allowed, hidden.shape[:-1])
   # Read here: inside of the axis the layer has a device's rows, and counts them over all devices.
   vocab = layer.vocab
 

@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.ops import sampling, softmax, symbolic, vocab_parallel
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops.vocabulary import in_vocabulary, is_count
 from vqjax.types import Dtype
 
 __all__ = []
@@ -57,7 +57,7 @@ def log_uniform(vocab: int) -> Float[Array, "{vocab}"]:
 
 def check_samples(samples: int, vocab: int) -> None:
   """Raise ValueError unless `samples` is in [1, vocab]."""
-  if not 1 <= samples <= vocab:
+  if not is_count(samples) or not 1 <= samples <= vocab:
     raise ValueError(
       f"`samples` must be in [1, {vocab}] for a vocabulary of {vocab}; got {samples}. 64 to 8192 is"
       " usual."

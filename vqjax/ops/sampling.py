@@ -35,7 +35,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import device, topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
-from vqjax.ops.vocabulary import check_numbers, is_count
+from vqjax.ops.vocabulary import allowed_of, check_numbers, is_count
 
 __all__ = ["Blocks", "best", "gumbel", "log_z", "sample"]
 
@@ -125,8 +125,10 @@ class SamplingOptions:
   top_p: float | None = None
 
   def __post_init__(self):
-    check_numbers(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-    if not 0 <= self.temperature < math.inf:
+    filters = {"top_k": self.top_k, "top_p": self.top_p}
+    given = {name: number for name, number in filters.items() if number is not None}
+    check_numbers(temperature=self.temperature, **given)
+    if not 0 <= self.temperature <= 1e30:
       raise ValueError(
         f"`temperature` must be finite and at least 0; got {self.temperature}. 0 is the arg max, 1"
         " keeps the distribution."
@@ -137,6 +139,8 @@ class SamplingOptions:
       )
     if self.top_p is not None and not 0 < self.top_p <= 1:
       raise ValueError(f"`top_p` must be in (0, 1]; got {self.top_p}. Use None for no limit.")
+    # Large integers of Python are not numbers of JAX.
+    object.__setattr__(self, "temperature", float(self.temperature))
 
   @property
   def is_greedy(self) -> bool:
@@ -228,12 +232,7 @@ def allow(blocks: Blocks, allowed: Bool[ArrayLike, "..."] | None, vocab: int) ->
   """Blocks that score -inf where the mask `allowed`, [V] or [*B, V], is False."""
   if allowed is None:
     return blocks
-  allowed = jnp.asarray(allowed)
-  if allowed.dtype != bool:  # any number but 0 would be true, ids and nan among them
-    raise TypeError(
-      f"`allowed` must be booleans; got {allowed.dtype}. Give one for each token, such as"
-      " jnp.zeros(vocab, bool).at[ids].set(True)."
-    )
+  allowed = allowed_of(allowed)
   try:
     fits = allowed.shape[-1:] == (vocab,) and bool(
       jnp.broadcast_shapes(allowed.shape[:-1], blocks.batch) == blocks.batch
@@ -495,7 +494,8 @@ def sample(blocks: Blocks, key: PRNGKeyArray, options: SamplingOptions) -> Int[A
   if options.kept is None:
     blocks = blocks.map(lambda scores, _: scores.astype(jnp.float32) / options.temperature)
     return draw(nucleus(blocks, options.top_p), key)
-  score_Bk, token_Bk, _ = best(blocks, options.kept, normalizer=False)
+  rows = vocab_parallel.rows_in_all(blocks.axis, blocks.count * blocks.width)
+  score_Bk, token_Bk, _ = best(blocks, min(options.kept, rows), normalizer=False)
   return draw_of_best(score_Bk, token_Bk, key, options)
 
 

@@ -166,6 +166,11 @@ class ScoreOptions:
         f"`softcap` must be None where `output` is given; got {self.softcap} and {self.output}."
         " Leave out one."
       )
+    if self.output is not None and not isinstance(self.output, OutputFunction):
+      raise TypeError(
+        f"`output` must be an `OutputFunction`; got {self.output!r}. Use SigSoftmax(), or None."
+      )
+    check_dtype(self.dtype)
     if self.tile is not None:
       sides = self.tile if isinstance(self.tile, (tuple, list)) else ()
       if len(sides) != 2 or not all(isinstance(side, int) and side >= 1 for side in sides):
@@ -182,7 +187,7 @@ class ScoreOptions:
       )
     # A NumPy number would have a dtype, to which it promotes the scores.
     object.__setattr__(self, "temperature", float(self.temperature))
-    function = self.output if self.softcap is None else Softcap(self.softcap)
+    function = self.output if self.softcap is None else Softcap(float(self.softcap))
     object.__setattr__(self, "function", function)
 
   def resolved(self, hidden: Array, weight: Any) -> "ScoreOptions":
@@ -220,11 +225,27 @@ class ScoreOptions:
 
 def check_softcap(softcap: float | int | None, name: str = "softcap") -> None:
   """Raise an error unless a softcap is a positive finite number or None."""
+  if softcap is None:
+    return
   check_numbers(**{name: softcap})
-  if softcap is not None and not _LEAST <= softcap <= _MOST:
+  if not _LEAST <= softcap <= _MOST:
     raise ValueError(
       f"`{name}` must be positive and finite; got {softcap}, in float32. 30 is usual, None is no"
       " cap."
+    )
+
+
+def check_dtype(dtype: Any) -> None:
+  """Raise TypeError unless a dtype is None or floating-point, of at least 16 bits."""
+  try:
+    is_floating = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    is_floating &= not hasattr(dtype, "shape") or isinstance(dtype, type | jnp.dtype)
+  except (TypeError, ValueError):
+    is_floating = False
+  if not is_floating or (dtype is not None and jnp.dtype(dtype).itemsize < 2):
+    raise TypeError(
+      f"`dtype` must be a floating-point dtype of at least 16 bits; got {dtype!r}. Use"
+      " jnp.bfloat16, or None for that of the operands."
     )
 
 

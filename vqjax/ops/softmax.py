@@ -23,7 +23,7 @@ from vqjax.ops.row_factory import RowFactory, as_row_factory, columns
 from vqjax.ops.scores import OutputFunction, ScoreOptions
 from vqjax.ops.statistics import LinearSoftmax, Outputs
 from vqjax.ops.tiles import Linear, default_tile
-from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary
+from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary, is_count
 from vqjax.types import Dtype
 
 __all__ = [
@@ -176,7 +176,7 @@ def _softmax(hidden, weight, tokens, bias, mask, options, outputs) -> LinearSoft
   """`linear_softmax` where the axes of the mesh are automatic."""
   check_arrays(tokens=tokens, mask=mask)
   layer = Linear.of(hidden, weight, bias, options, tokens)
-  if not 0 <= outputs.top_k <= min(128, layer.vocab):
+  if not is_count(outputs.top_k) or not 0 <= outputs.top_k <= min(128, layer.vocab):
     raise ValueError(
       f"`top_k` must be in [0, {min(128, layer.vocab)}] for a vocabulary of {layer.vocab}; got"
       f" {outputs.top_k}. The `top_k` method of a head has no limit."
@@ -268,7 +268,7 @@ def linear_cross_entropy(
   check_numbers(label_smoothing=label_smoothing, z_loss=z_loss)
   if not 0 <= label_smoothing < 1:
     raise ValueError(f"`label_smoothing` must be in [0, 1); got {label_smoothing}. 0.1 is usual.")
-  if not 0 <= z_loss < math.inf:
+  if not 0 <= z_loss <= 1e30:
     raise ValueError(f"`z_loss` must be finite and at least 0; got {z_loss}. 1e-4 is usual.")
   if reduction not in ("none", "sum", "mean"):
     raise ValueError(
@@ -294,7 +294,7 @@ def linear_cross_entropy(
     of_class = _of_classes(class_weight, tokens, as_row_factory(weight).count, vocab_axis)
     token_weight = of_class if token_weight is None else token_weight * of_class
   counted = TokenWeight.of(tokens.shape, mask, token_weight, tokens, ignore_index)
-  terms = reduced_loss.Terms(label_smoothing, z_loss)
+  terms = reduced_loss.Terms(float(label_smoothing), float(z_loss))
   if reduction == "none":
     outputs = Outputs(mean=label_smoothing > 0)
     stats = _softmax(hidden, weight, tokens, bias, counted.kept, options, outputs)

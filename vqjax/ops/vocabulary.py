@@ -7,6 +7,7 @@ import numbers
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
@@ -31,10 +32,11 @@ def value_of(array: Any) -> Any:
   bits that JAX's 32 do not hold become -1, no token, instead of some other number. Anything else is
   returned as it is.
   """
-  is_other = isinstance(array, np.ndarray | np.generic) or hasattr(array, "__jax_array__")
-  if not is_other:
+  is_other = isinstance(array, np.ndarray) or hasattr(array, "__jax_array__")
+  # Arrays of objects and of texts are refused by name where they are read.
+  if not is_other or (isinstance(array, np.ndarray) and array.dtype.kind in "OSU"):
     return array
-  if isinstance(array, np.ndarray | np.generic) and array.dtype.kind in "iu":
+  if isinstance(array, np.ndarray) and array.dtype.kind in "iu":
     held = np.iinfo(jax.dtypes.canonicalize_dtype(array.dtype))
     array = np.where((array >= held.min) & (array <= held.max), array, -1)
   return jnp.asarray(array)
@@ -47,21 +49,23 @@ def values_of(tree: Any) -> Any:
 
 def check_ignore_index(ignore_index: int | None) -> None:
   """Raise ValueError unless a token of 32 bits may be the index that is ignored."""
-  if ignore_index is not None and not -(2**31) <= ignore_index < 2**31:
+  if ignore_index is None:
+    return
+  if not is_count(ignore_index) or not -(2**31) <= ignore_index < 2**31:
     raise ValueError(
       f"`ignore_index` must be an integer of 32 bits; got {ignore_index!r}. -100 is usual."
     )
 
 
 def check_numbers(**options: Any) -> None:
-  """Raise TypeError unless each option is a Python or NumPy number, or None."""
+  """Raise TypeError unless each option is a Python or NumPy number."""
   for name, option in options.items():
     if isinstance(option, jax.core.Tracer):
       raise TypeError(
         f"`{name}` must be a Python number, which chooses the program; got a traced one. Make it"
         " static: jax.jit(..., static_argnames=...)."
       )
-    if option is not None and not isinstance(option, numbers.Real):
+    if not isinstance(option, numbers.Real):
       given = f"an array of shape {option.shape}" if hasattr(option, "shape") else repr(option)
       raise TypeError(
         f"`{name}` must be a Python number, one for all tokens; got {given}. Use float({name})."
@@ -74,9 +78,34 @@ def key_of(key: Any) -> Any:
   Raises:
     TypeError: it is not a key of `jax.random`.
   """
-  if not hasattr(key, "dtype"):
+  dtype = getattr(key, "dtype", None)
+  if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    return key
+  if dtype != np.uint32 or not key.ndim:
     raise TypeError(f"`key` must be a key of jax.random; got {key!r}. Use jax.random.key(0).")
-  return jax.random.wrap_key_data(key) if key.dtype == np.uint32 else key
+  return jax.random.wrap_key_data(key)
+
+
+def allowed_of(allowed: Any, batch: tuple[int, ...] = ()) -> Array | None:
+  """The marks of the tokens that may be drawn, as an array of JAX; None stays None.
+
+  Where a size of the batch is a symbol, marks with further axes than V get all axes of the batch.
+
+  Raises:
+    TypeError: they are not booleans.
+  """
+  if allowed is None:
+    return None
+  marks = allowed if isinstance(allowed, jax.Array) else np.asarray(allowed)
+  if marks.dtype != bool:  # any number but 0 would be true, ids and nan among them
+    raise TypeError(
+      f"`allowed` must be booleans; got {marks.dtype}. Give one for each token, such as"
+      " jnp.zeros(vocab, bool).at[ids].set(True)."
+    )
+  marks = jnp.asarray(marks)
+  if marks.ndim > 1 and any(map(jax.export.is_symbolic_dim, batch)):
+    return jnp.broadcast_to(marks, (*batch, marks.shape[-1]))
+  return marks
 
 
 def is_count(number: Any) -> bool:
