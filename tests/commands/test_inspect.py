@@ -114,6 +114,6 @@ def test_tables_of_any_safetensors_are_found_by_shape_and_name(tmp_path, capsys)
   assert (found["architecture"], found["tensors"]) == (None, 5)
   (tmp_path / "config.json").write_text('{"model_type": "other"}')
   assert inspect.main([str(tmp_path)]) == 0
-  printed = capsys.readouterr().out
-  assert "other, no architecture of this library" in printed
+  printed = " ".join(capsys.readouterr().out.split())
+  assert "no architecture of this library" in printed
   assert "--table embed.weight" in printed
