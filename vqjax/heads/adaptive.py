@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from vqjax.assign.blocks import zipf_counts
+from vqjax.assign.rows import code_means
 from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
@@ -96,8 +97,14 @@ class AdaptiveHead(Head):
     return 2 * (self.dim * rows + max(cluster.rows * cluster.width for cluster in clusters))
 
   def _of_text(self, text: TextStats) -> dict[str, Any]:
-    """The cutoffs after 80 and 90 % of the text."""
-    return {"cutoffs": frequent_cutoffs(text.counts, self.dim, self.factor)}
+    """The cutoffs after 80 and 90 % of the text, and contexts as rows of the first softmax."""
+    found = {"cutoffs": frequent_cutoffs(text.counts, self.dim, self.factor)}
+    rows, cutoffs = text.contexts(self.dim), self.cutoffs or found["cutoffs"]
+    if rows is not None:
+      where = np.searchsorted(cutoffs, np.arange(self.vocab), side="right")
+      means = code_means(rows, text.counts + 1.0, where, len(cutoffs) + 1)
+      found["head_init"] = np.concatenate([rows[: cutoffs[0]], means[1:]])
+    return found
 
   @property
   def _cutoffs(self) -> tuple[int, ...]:

@@ -72,7 +72,10 @@ class GroupedHead(TwoLevelHead):
 
   def _of_text(self, text: TextStats) -> dict[str, Any]:
     """The fields of groups, and each token's frequency as its shift."""
-    return super()._of_text(text) | {"shift_init": self._slot_frequencies(text)}
+    found = super()._of_text(text)
+    if found:
+      found["shift_init"] = self._slots(text.log_frequencies(), found["order_init"])
+    return found
 
   def flops_per_token(self) -> int:
     """A product of width D for each group and slot, and the scales and shifts."""

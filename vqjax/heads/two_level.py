@@ -95,23 +95,27 @@ class TwoLevelHead(GroupDecodingHead):
     return jnp.asarray(order, dtype)
 
   def _of_text(self, text: TextStats) -> dict[str, Any]:
-    """Clusters of contexts as groups, and each group's frequency."""
+    """Clusters of contexts as groups, their means as rows, and each group's frequency."""
     order = text.order(self._group_sizes(), self.order_init)
     if order is None:
       return {}
-    mass_G = np.add.reduceat(np.exp(text.log_frequencies()[order]), self.starts[:-1])
-    return {"order_init": order} | ({"group_bias_init": np.log(mass_G)} if self.use_bias else {})
+    starts, rows = self.starts[:-1], text.contexts(self.dim)
+    found = {"order_init": order}
+    if rows is not None:
+      weight_V = text.counts[order] + 1.0
+      sums_GD = np.add.reduceat(rows[order] * weight_V[:, None], starts)
+      found["group_init"] = sums_GD / np.add.reduceat(weight_V, starts)[:, None]
+    if self.use_bias:
+      mass_G = np.add.reduceat(np.exp(text.log_frequencies()[order]), starts)
+      found["group_bias_init"] = np.log(mass_G)
+    return found
 
-  def _slot_frequencies(self, text: TextStats) -> np.ndarray | None:
-    """The log-frequency of the token in each slot, [G, S]; 0 in the slots that a group lacks."""
-    order = text.order(self._group_sizes(), self.order_init)
-    if order is None:
-      return None
+  def _slots(self, rows: Float[np.ndarray, "V ..."], order: Int[np.ndarray, "V"]) -> np.ndarray:
+    """What each slot's token has, [G, S, ...]; 0 in the slots that a group lacks."""
     groups, slots = self.groups_and_slots()
-    group, slot = np.divmod(np.arange(groups * slots), slots)
-    present = slot < self._group_sizes()[group]
-    table = np.zeros((groups, slots), np.float32)
-    table[group[present], slot[present]] = text.log_frequencies()[order]
+    is_there = np.arange(slots) < self._group_sizes()[:, None]
+    table = np.zeros((groups, slots, *rows.shape[1:]), np.float32)
+    table[is_there] = rows[order]
     return table
 
   def _is_free(self, name: str) -> bool:

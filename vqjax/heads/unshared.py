@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vqjax.assign.text import TextStats
 from vqjax.heads.two_level import TwoLevelHead
@@ -48,9 +49,17 @@ class UnsharedGroupedHead(TwoLevelHead):
     return declared
 
   def _of_text(self, text: TextStats) -> dict[str, Any]:
-    """The fields of groups, and each token's frequency as its bias."""
-    found = super()._of_text(text)
-    return found | ({"bias_init": self._slot_frequencies(text)} if self.use_bias else {})
+    """The fields of groups, contexts less their group's, and each token's frequency as its bias."""
+    found, rows = super()._of_text(text), text.contexts(self.dim)
+    if not found:
+      return found
+    order = found["order_init"]
+    if rows is not None:
+      rest = rows[order] - np.repeat(found["group_init"], self._group_sizes(), axis=0)
+      found["slot_init"] = self._slots(rest, np.arange(self.vocab))
+    if self.use_bias:
+      found["bias_init"] = self._slots(text.log_frequencies(), order)
+    return found
 
   def flops_per_token(self) -> int:
     """A product of width D for each group and for each slot of one group."""

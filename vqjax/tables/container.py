@@ -73,7 +73,7 @@ FAR = -(2**31)
 LOWEST = 2**16
 """Smallest state; states are below 2^32."""
 
-AT_ONCE = 2**12
+AT_ONCE = 2**11
 """Lanes that are decoded side by side."""
 
 NEXT_STATE = np.array([[0, 2], [5, 7], [1, 3], [6, 4], [2, 0], [4, 6], [3, 1], [7, 5]], np.uint8)

@@ -44,8 +44,14 @@ __all__ = ["coded_bytes", "decoded", "distributions_of", "encode_table", "indice
 MOST_DISTRIBUTIONS = 255
 """Most distributions; one more codes nothing in padding."""
 
-AT_ONCE = 2**11
-"""Lanes that are coded side by side; arrays of this many are a few hundred megabytes."""
+AT_ONCE = 2**10
+"""Lanes that are coded side by side; arrays of this many are about 150 megabytes."""
+
+MOST_WORKERS = 4
+"""Parts that are at work at a time, which are in memory together."""
+
+LEAST_WORDS = 2**17
+"""Words of the least part that is decoded, so that blocks of other lengths share a program."""
 
 SIZE_OF_HEADER = 1000
 """Bytes of a header, about."""
@@ -58,11 +64,9 @@ Integers = Any
 
 
 def side_by_side(function: Callable, parts: Iterable) -> Iterator:
-  """The results for all parts in order, of which each core of the machine has one at work.
-
-  Only as many parts as there are cores are in memory: arrays of a part are large.
-  """
-  workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+  """The results for all parts in order, of which each core of the machine has one at work."""
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+  workers = min(MOST_WORKERS, cores)
   with concurrent.futures.ThreadPoolExecutor(workers) as pool:
     waiting = []
     for part in parts:
@@ -178,7 +182,6 @@ def distributions_of(
   levels: Integers,
   row_group: UInt8[np.ndarray, "V"],
   row_groups: int,
-  most: int = MOST_DISTRIBUTIONS,
 ) -> tuple[Distributions, Float[np.ndarray, "C"]]:
   """Few distributions for row groups and columns of integers [V, D], and the bits of row groups.
 
@@ -207,8 +210,8 @@ def distributions_of(
   for counted in side_by_side(count_part, parts):
     flat += counted
   flat = flat.reshape(-1, SYMBOLS)
-  most = min(most, max(1, rows * columns // 2**15))
-  frequencies, distribution = _clusters(flat, most)
+  most = min(MOST_DISTRIBUTIONS, max(1, rows * columns // 2**15))
+  frequencies, distribution = clusters(flat, most)
   bits = PRECISION - np.log2(np.maximum(frequencies, 1))
   bits[:, list(ESCAPES)] += 32
   total = np.empty(len(flat))
@@ -221,7 +224,7 @@ def distributions_of(
   return Distributions(frequencies, distribution, shift), total
 
 
-def _clusters(histograms: np.ndarray, most: int, steps: int = 6) -> tuple[np.ndarray, np.ndarray]:
+def clusters(histograms: np.ndarray, most: int, steps: int = 6) -> tuple[np.ndarray, np.ndarray]:
   """Distributions in 2^PRECISION parts, [K, SYMBOLS], and the one of each histogram, [N].
 
   Args:
@@ -418,7 +421,7 @@ def decoded(streams: Streams, model: Distributions) -> tuple[np.ndarray, np.ndar
   # Few shapes, so that few programs are compiled; blocks that are not there are again the first.
   blocks = 2 ** math.ceil(math.log2(count))
   fill = lambda x: np.concatenate([x, np.repeat(x[:1], blocks - count, axis=0)])
-  length = 2 ** math.ceil(math.log2(len(streams.words)))
+  length = max(LEAST_WORDS, 2 ** math.ceil(math.log2(len(streams.words))))
   words = np.pad(streams.words, (0, length - len(streams.words)))
   levels, state, place = _decoded(
     words, fill(streams.place).astype(np.int32), fill(streams.owner).astype(np.uint8),
