@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
+import vqjax
 from tests import jitted
 from tests.lm.checkpoints.families import V, small
 from vqjax import DenseHead, Int8Embedding, PackedEmbedding
@@ -20,6 +21,7 @@ from vqjax.lm import checkpoints, jobs, records, tokenizers
 from vqjax.lm.checkpoints import RUNTIMES
 from vqjax.lm.checkpoints.runtime import StoredEmbedding
 from vqjax.lm.compression import decoder_tables, folders, judging
+from vqjax.lm.compression.calibration import zipf_counts
 from vqjax.lm.generation import EarlyExit, Sampling, generate
 from vqjax.lm.sources import readers
 from vqjax.lm.texts import TextWindows, encode_text
@@ -556,6 +558,43 @@ def test_a_wrong_call_is_refused_and_leaves_no_folder(
   line = refused(capsys, compress.main([str(folder), *" ".join(given).split()]))
   assert re.search(REFUSED[options], line)
   assert not (here / "out").exists()
+
+
+@pytest.mark.parametrize(
+  "options", ["", "--counts zipf", "--counts {files}/counts.npy --hidden {files}/hidden.npy"]
+)
+def test_one_table_is_compressed_as_the_function_does(options, tmp_path, capsys):
+  from safetensors.numpy import save_file
+
+  rng = np.random.default_rng(0)
+  table, hidden = rng.normal(size=(1500, 16)).astype(np.float32), rng.normal(size=(50, 16))
+  counts = rng.integers(0, 9, 1500)
+  for name, array in (("table", table), ("counts", counts), ("hidden", hidden)):
+    np.save(tmp_path / f"{name}.npy", array)
+  save_file({"a.weight": table, "b": hidden}, tmp_path / "model.safetensors")
+  words = options.format(files=tmp_path).split()
+  for number, given in enumerate(("table.npy", "model.safetensors:a.weight")):
+    out = tmp_path / f"{number}.safetensors"
+    assert compress.main([f"{tmp_path}/{given}", "--bytes", "1/8", "--out", str(out), *words]) == 0
+    assert "bits a weight" in capsys.readouterr().out
+  of = {"counts": counts, "hidden": hidden} if "hidden" in options else {}
+  if "zipf" in options:
+    of = {"counts": zipf_counts(1500)}
+  expected = vqjax.compress(table, bytes=1 / 8, **of).table()
+  for number in range(2):
+    found = vqjax.SmallTable.load(tmp_path / f"{number}.safetensors")
+    np.testing.assert_array_equal(found.table(), expected)
+
+
+def test_a_wrong_table_is_refused(folder, tmp_path, capsys):
+  out = str(tmp_path / "out")
+  near = f"{folder}/model.safetensors:model.embed.weight"
+  line = refused(capsys, compress.main([near, "--bytes", "1/8", "--out", out]))
+  assert "Similar names: model.embed_tokens.weight" in line
+  with pytest.raises(SystemExit):
+    compress.main(["a.npy", "--bytes", "1/8", "--out", out, "--text", "b"])
+  with pytest.raises(SystemExit):
+    compress.main(["a.npy", "--bytes", "-1", "--out", out])
 
 
 def of_numbers(vocab=512, dim=64, scale=1.0):

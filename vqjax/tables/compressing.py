@@ -323,7 +323,7 @@ def compress(
     kl: largest mean divergence of softmax(hidden · rowsᵀ + bias) from that of the table, nats a
       hidden state, instead of `bytes`; it needs `hidden`.
     method: None: `Integers()`, or for tables so small that their maps would fill the budget
-      whichever of `Integers()` and `Product()` errs less. `Packed()` needs a bound too;
+      whichever of `Integers()` and `Product()` loses less. `Packed()` needs a bound too;
       `Int8(group)`, `Product(codes, subspaces)`, `Clusters(codes)` and `Scalar(bits)` have sizes of
       their own.
     counts: occurrences of each token in a text. Rows of frequent tokens err less.
@@ -374,7 +374,10 @@ def compress(
   if method is not None:
     small = SmallTable(method(problem), bias)
   else:
-    small, method = _best(problem, bias, lambda found: _errors(found, rows, weights, moment))
+    loss = lambda found: _errors(found, rows, weights, moment)["weighted_error"]
+    if divergence is not None:
+      loss = lambda found: divergence(found.table())
+    small, method = _best(problem, bias, loss)
   report = Report(
     method=method,
     bits_per_weight=8 * small.nbytes / rows.size,
@@ -443,8 +446,8 @@ def _divergence(hidden, table, bias, weight) -> float:
   return float(_kl(hidden, weight, np.asarray(table, np.float32), bias))
 
 
-def _best(problem, bias, errors):
-  """The small table of the least error within a bound, and its method.
+def _best(problem, bias, loss):
+  """The small table of the least loss within a bound, and its method.
 
   The map [D, D] and the histograms of integers may take most of a small budget.
   """
@@ -462,7 +465,7 @@ def _best(problem, bias, errors):
       second = SmallTable(product(problem), bias)
     except ValueError:
       return first, integers
-    if errors(second)["weighted_error"] < errors(first)["weighted_error"]:
+    if loss(second) < loss(first):
       return second, product
   return first, integers
 

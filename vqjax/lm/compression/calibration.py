@@ -121,11 +121,11 @@ def collect(
 
 
 def zipf_counts(vocab: int) -> np.ndarray:
-  """Counts by rank, [V], for tokenizers whose ids fall with frequency: 1 / (id + 2.7).
+  """Counts by rank, [V], for tokenizers whose ids fall with frequency: in 1 / (id + 2.7).
 
   Source: Mandelbrot, An informational theory of the statistical structure of language, 1953.
   """
-  return 1 / (np.arange(vocab) + 2.7)
+  return np.rint(2**24 / (np.arange(vocab) + 2.7)).astype(np.int64)
 
 
 def own_text(

@@ -417,8 +417,7 @@ def _gguf_tables(
   try:
     read = json.loads(text)
     names, sums, runtime = read["tables"], read["crc32"], read["runtime"]
-    if (read["format"], read["version"]) != (container.FORMAT, container.VERSION):
-      raise ValueError("another version of vqjax wrote it")
+    written = read["format"], read["version"]
     parts = {name: tensor for name, tensor in tensors.items() if container.SEPARATOR in name}
     if parts.keys() != sums.keys():
       raise ValueError("other parts than it names")
@@ -432,6 +431,11 @@ def _gguf_tables(
       f"{path} must have the compressed tables that it was written with; got {error}. It is"
       " damaged: copy it again."
     ) from None
+  if written != (container.FORMAT, container.VERSION):
+    raise ValueError(
+      f"format and version of {path} must be {(container.FORMAT, container.VERSION)}; got"
+      f" {written}. Read it with the version of vqjax that wrote it."
+    )
   return container.Manifest(names, runtime), tensors
 
 
