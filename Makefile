@@ -143,7 +143,7 @@ test-versions:
 # docs/results/faults.md again. A second call goes on where the first one ended.
 faults: $(STAMP)
 	$(PY) -m tests.faults.campaign --json docs/results/faults.json --page docs/results/faults.md
-	VQJAX_EXAMPLES=20 $(PY) -m pytest tests/faults/test_parsers.py tests/faults/test_files.py tests/test_random_layers.py
+	VQJAX_EXAMPLES=20 $(PY) -m pytest tests/test_parsers.py tests/faults/test_files.py tests/test_random_layers.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

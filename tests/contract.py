@@ -4,6 +4,7 @@ The methods of a case are compiled once, in one program where several claims rea
 are shared by all tests of the case: compilation is most of the time of these tests.
 """
 
+import contextlib
 import functools
 import math
 
@@ -25,6 +26,13 @@ from tests.jitted import abstract_variables, results
 from vqjax import assign
 from vqjax import nnx as layers
 from vqjax.ops import sampling
+
+
+@contextlib.contextmanager
+def strict_modes():
+  """What JAX refuses on request: operands of other dtypes and of other ranks."""
+  with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+    yield
 
 
 def costly(test):
@@ -301,6 +309,56 @@ class OneDeviceContract:
     some = share > 5
     assert counts[~some].sum() <= 10
     assert scipy.stats.chisquare(counts[some], share[some], sum_check=False).pvalue > 1e-4
+
+  def test_modes_of_jax_change_neither_methods_nor_dtypes(self, head, variables, hidden, tokens):
+    def program(variables, hidden, tokens):
+      call = lambda *args, method: head.apply(variables, *args, method=method)
+      rest = {name: tree for name, tree in variables.items() if name != "params"}
+
+      def loss(params, hidden):
+        given = rest | {"params": params}
+        log_prob, terms = head.apply(given, hidden, tokens, tokens > 0, -1, method="loss_terms")
+        return sum(terms.values(), -log_prob.sum())
+
+      key, allowed = jax.random.key(0), np.ones(self.vocab, bool)
+      warm = np.ones(tokens.shape, np.float32)
+      floats = [call(hidden, tokens, t, method="log_prob") for t in (1.0, 0.7, warm)]
+      floats += [call(hidden, method="logits"), jax.grad(loss, (0, 1))(variables["params"], hidden)]
+      options = (), (0,), (0.7, 7, 0.9, allowed), (warm, 7, warm, allowed)
+      draws = [call(hidden, key, *given, method="sample") for given in options]
+      share = call(hidden, tokens, method="gradient_share")
+      (log_probs, best), initial = call(hidden, 5, method="top_k"), head.init(key, hidden)
+      floats += [share.kept, share.gain, share.norm, log_probs, initial.get("params", {})]
+      return floats, (draws, best, share.rank)
+
+    with jax.enable_x64(True), strict_modes():
+      floats, integers = jax.eval_shape(program, {"params": {}} | variables, hidden, tokens)
+    assert {x.dtype for x in jax.tree.leaves(floats)} == {np.dtype(np.float32)}
+    assert {x.dtype for x in jax.tree.leaves(integers)} == {np.dtype(np.int32)}
+
+  @costly
+  def test_a_program_is_exported_for_any_number_of_tokens(self, run, hidden, tokens):
+    def program(variables, hidden, tokens, key):
+      call = lambda *args, method: run.head.apply(variables, *args, method=method)
+      terms = call(hidden, tokens, tokens > 0, method="loss_terms")
+      draws = [call(hidden, key, *given, method="sample") for given in ((), (0.7, 7, 0.9))]
+      found = call(hidden, method="logits"), call(hidden, tokens, method="log_prob"), terms
+      return found, call(hidden, 5, method="top_k"), draws
+
+    b, t = jax.export.symbolic_shape("b, t")
+    given = run.variables, hidden, tokens, jax.random.key(0)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+    symbolic = [jax.ShapeDtypeStruct((b, t, *x.shape[2:]), x.dtype) for x in shapes[1:3]]
+    exported = jax.export.export(jax.jit(program))(shapes[0], *symbolic, shapes[3])
+    # More tokens than a chunk has, of which the last is not full.
+    many = lambda x: np.tile(x, (1, 5, *[1] * (x.ndim - 2)))
+    given = run.variables, many(hidden), many(tokens), given[3]
+    found, (log_probs, best), draws = exported.call(*given)
+    expected, (of_best, _), _ = jax.jit(program)(*given)
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+    jax.tree.map(near, (found, log_probs), (expected, of_best))
+    assert all(x.shape == given[2].shape for x in draws)
+    assert all((x >= 0).all() and (x < self.vocab).all() for x in (best, *draws))
 
   def test_size_is_the_real_count(self, head, variables):
     own = {c: {k: v for k, v in tree.items() if k != "embedding"} for c, tree in variables.items()}

@@ -40,6 +40,7 @@ from .heads import ProductHead as ProductHead
 from .heads import ResidualCodebookHead as ResidualCodebookHead
 from .heads import RoutedHead as RoutedHead
 from .heads import SampledSoftmaxHead as SampledSoftmaxHead
+from .heads import SigmoidCap as SigmoidCap
 from .heads import SigSoftmax as SigSoftmax
 from .heads import UnigramBias as UnigramBias
 from .heads import UnigramProposal as UnigramProposal

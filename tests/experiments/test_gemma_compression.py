@@ -23,7 +23,7 @@ def test_the_page_has_the_bytes_of_an_ideal_coder():
     json.loads((DOCS / "results" / name).read_text("utf-8"))["sizes"]
     for name in ("compression-ideal.json", "compression.json")
   )
-  page = (DOCS / "compression.md").read_text("utf-8")
+  page = (DOCS / "results" / "pretrained.md").read_text("utf-8")
   # The file is the one that was judged.
   assert all(row["bytes"] == tables[size]["bytes"] for size, row in found.items())
   assert all(row["step"] == tables[size]["step"] for size, row in found.items())

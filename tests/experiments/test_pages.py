@@ -28,9 +28,9 @@ def kept(name):
 @pytest.mark.parametrize(
   ("shown", "name", "page"),
   [
-    (gemma_compression.shown, "compression.json", "compression.md"),
-    (gemma_compression.shown, "compression-packed.json", "compression.md"),
-    (small_models.shown, "compression-small.json", "compression.md"),
+    (gemma_compression.shown, "compression.json", "results/pretrained.md"),
+    (gemma_compression.shown, "compression-packed.json", "results/pretrained.md"),
+    (small_models.shown, "compression-small.json", "results/pretrained.md"),
     (routed.shown, "routed.json", "results/pretrained.md"),
     (trimming.shown, "trimming.json", "results/pretrained.md"),
     (tuned_lens.shown, "lens.json", "results/pretrained.md"),

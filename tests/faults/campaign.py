@@ -373,14 +373,6 @@ def then_whole(lab: Lab, folder: pathlib.Path, env=None, **how: Any) -> Outcome:
   return outcome, f"first {first[1]} {words}"
 
 
-def three_with_one_cache(lab: Lab, folder: pathlib.Path, number: int) -> Outcome:
-  """Three processes that write one new cache."""
-  runs, env = [folder / f"run{i}" for i in range(3)], {"VQJAX_CACHE": str(folder / "cache")}
-  started = [lab.start(run, env=env) for run in runs]
-  outcomes = [lab.judged(one.end(), run) for one, run in zip(started, runs)]
-  return next((o for o in outcomes if o[0] not in GOOD), outcomes[0])
-
-
 def on_another_day(lab: Lab, folder: pathlib.Path, days: int) -> Outcome:
   """A run that is resumed with another date."""
   run = shutil.copytree(lab.stopped, folder / "run")
@@ -439,7 +431,6 @@ def trials(lab: Lab, each: int | None) -> list[Trial]:
       [*itertools.product(DISKS, (0, 9, 30, 70))] if SHIM in os.environ else [],
     ),
     "a limit": (limited, [(kind, value) for kind in LIMITS for value in LIMITS[kind][1]]),
-    "three processes write one cache": (three_with_one_cache, [(0,), (1,)]),
     "the clock set back or forth": (
       on_another_day,
       [(-1,), (-4000,), (4000,)] if SHIM in os.environ else [],

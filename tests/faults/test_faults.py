@@ -47,10 +47,3 @@ def test_a_failure_is_in_the_table_and_on_the_page():
   ]
   assert "- a, 2: hang (in a lock)" in campaign.page(trials, "c0ffee")
   assert "No trial failed" in campaign.page(trials[:1], "c0ffee")
-
-
-def test_what_is_left_of_a_log_is_told_from_another_log():
-  assert campaign.is_within([], [1, 2])
-  assert campaign.is_within([1, 3], [1, 2, 3])
-  assert not campaign.is_within([3, 1], [1, 2, 3])
-  assert not campaign.is_within([1, 4], [1, 2, 3])

@@ -258,6 +258,38 @@ def test_losses_without_a_meaning_are_refused(options, message):
     inspect.unwrap(linear_cross_entropy)(hidden, weight, tokens, bias, **options)
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("shape", [None, (2, 4)])
+def test_weights_of_classes_are_those_of_their_targets(shape, reduction):
+  *operands, tokens, _ = arrays(13, 101, "plain")
+  class_weight, token_weight = np.random.default_rng(5).random((2, 101), np.float32)
+  class_weight[tokens[2]], token_weight, padded = 0, token_weight[:13], tokens.copy()
+  padded[[4, 9]] = -100
+  weights = {"token_weight": token_weight, "ignore_index": -100, "vocab_axis": "model"}
+  ours = lambda h, w, b, classes: (
+    linear_cross_entropy(h, w, padded, b, class_weight=classes, reduction=reduction, **weights),
+  )
+
+  def whole(h, w, b, classes):
+    log_prob = jax.nn.log_softmax(h @ w.T + b)[np.arange(13), tokens]
+    # A weight of 0 leaves a token out, and has no gradient itself.
+    share = jnp.where((padded < 0) | (classes[tokens] == 0), 0, classes[tokens] * token_weight)
+    each = -share * log_prob
+    return ({"none": each, "sum": each.sum(), "mean": each.sum() / share.sum()}[reduction],)
+
+  with meshes(shape):
+    compare(ours, whole, (*operands, class_weight), atol=ATOL)
+
+
+def test_weights_of_classes_that_have_no_meaning_are_refused():
+  hidden, weight, _, tokens, _ = arrays(3, 20, "plain")
+  loss = functools.partial(inspect.unwrap(linear_cross_entropy), hidden, weight, tokens)
+  with pytest.raises(ValueError, match=r"`class_weight` must be \[20\].* got \(3,\)"):
+    loss(class_weight=np.ones(3, np.float32))
+  with pytest.raises(ValueError, match="`label_smoothing` must be 0 where `class_weight`"):
+    loss(class_weight=np.ones(20, np.float32), label_smoothing=0.1)
+
+
 def test_weights_and_masks_of_another_shape_than_the_tokens_are_refused():
   hidden, weight, tokens = np.ones((5, 4)), np.ones((31, 4)), np.zeros(5, np.int32)
   with pytest.raises(ValueError, match=r"`mask` must be bool of shape \(5,\)"):

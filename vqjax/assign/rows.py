@@ -11,6 +11,9 @@ from vqjax.ops.kmeans import kmeans
 
 __all__ = []
 
+SAMPLE = 2**8
+"""Rows for each code from which the codes of a large table are learned."""
+
 
 def unit_rows(rows: Float[np.ndarray, "V D"]) -> Float[np.ndarray, "V D"]:
   """The rows with length 1; a row of rounding errors alone becomes zeros."""
@@ -84,7 +87,7 @@ def product_kmeans(
       # d S dᵀ is the squared length of d L, where S = L Lᵀ.
       root = np.linalg.cholesky(np.asarray(second, np.float64)[own, own]).astype(np.float32)
       points = jnp.matmul(points, root, precision="highest")
-    found = kmeans(own_key, points, codes, weights=weights, iterations=iterations)
+    found = kmeans(own_key, points, codes, weights=weights, iterations=iterations, sample=SAMPLE)
     centers = np.asarray(found.centers)
     values.append(centers if second is None else np.linalg.solve(root.T, centers.T).T)
     assigned.append(np.asarray(found.assignment))

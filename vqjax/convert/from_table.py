@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vqjax.assign.checks import check_codes
 from vqjax.assign.multiple import code_dtype
-from vqjax.assign.rows import product_kmeans
+from vqjax.assign.rows import SAMPLE, product_kmeans
 from vqjax.convert.trained_variables import Variables
 from vqjax.embeddings import (
   DPQEmbedding,
@@ -148,7 +148,9 @@ def to_clusters(
   def cluster(key, points, weights=weights):
     points = jnp.asarray(points, jnp.float32)
     weights = None if weights is None else jnp.asarray(weights, jnp.float32)
-    clusters = kmeans(key, points, embedding.codes, weights=weights, iterations=iterations)
+    clusters = kmeans(
+      key, points, embedding.codes, weights=weights, iterations=iterations, sample=SAMPLE
+    )
     return np.asarray(clusters.centers), np.asarray(clusters.assignment)
 
   if embedding.additive:

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, final
@@ -45,7 +46,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.assign.text import TextStats
 from vqjax.layer import VocabularyLayer
-from vqjax.ops import sampling, vocab_parallel
+from vqjax.ops import sampling, symbolic, vocab_parallel
 from vqjax.ops.gradient_share import GradientShare, gradient_share
 from vqjax.ops.sampling import Blocks, SamplingOptions
 from vqjax.ops.scores import check_temperature
@@ -53,11 +54,11 @@ from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import (
   check_arrays,
   check_ignore_index,
-  check_key,
   check_mask,
   check_vectors,
   in_vocabulary,
   is_count,
+  key_of,
   mean_over,
   value_of,
   widened,
@@ -152,10 +153,8 @@ class Head(VocabularyLayer):
 
     This is the only method that builds an array [*B, V].
     """
-    hidden = self._vectors(hidden)
     # Not in a `shard_map`: the partitioner leaves the vocabulary of the logits where its rows are.
-    whole = lambda x: vocab_parallel.over_vocabulary(None, self._logits, self.parts(), x)
-    return self._computed(whole, hidden, hidden)
+    return self._on_devices(self._logits, hidden, axis=None)
 
   @final
   def log_prob(
@@ -238,9 +237,7 @@ class Head(VocabularyLayer):
       known, token = in_vocabulary(tokens, self.vocab)
       # Not in a hook: each device would draw, and variables cannot be written in a `shard_map`.
       parts, of_targets = self._training_parts(tokens)
-      log_prob, terms = vocab_parallel.over_vocabulary(
-        self.vocab_axis, self._loss_terms, parts, hidden, token, known
-      )
+      log_prob, terms = self._terms_of(parts, hidden, token, known)
       # Tokens that are left out are unknown, too: -1.
       missing = jnp.nan if counted is None else jnp.where(counted, jnp.nan, 0.0)
       return jnp.where(known, log_prob, missing), terms | of_targets
@@ -259,6 +256,7 @@ class Head(VocabularyLayer):
   ) -> Int[Array, "*B"]:
     """Draw a token from the exact distribution; -1 where no token is allowed.
 
+    A row with a score of inf or nan has no distribution: its draw is -1, too, but at temperature 0.
     `temperature` and `top_p` are numbers, or arrays with one for each draw, which a compiled
     program may get as arguments: batches of a server mix requests. The draws are then made from all
     scores, without what a head knows better. A program cannot refuse numbers of an array: a
@@ -415,19 +413,37 @@ class Head(VocabularyLayer):
     has_bias = getattr(self, "use_bias", False) or getattr(self, "token_bias", False)
     return {"bias_init": text.log_frequencies()} if has_bias else {}
 
+  def _terms_of(self, parts, hidden, token, known):
+    """`_loss_terms` on each device, and by chunks where the number of tokens is a symbol."""
+    compute = functools.partial(vocab_parallel.over_vocabulary, self.vocab_axis, self._loss_terms)
+    if not symbolic.is_symbolic(hidden):
+      return compute(parts, hidden, token, known)
+
+    def of_chunk(*given):
+      log_prob, terms = compute(*given)
+      return log_prob, jax.tree.map(lambda x: jnp.broadcast_to(x, log_prob.shape), terms)
+
+    log_prob, terms = symbolic.by_chunks(of_chunk, hidden, parts, hidden, token, known)
+    # Terms are means over known tokens, of which each chunk has its own number.
+    return log_prob, jax.tree.map(lambda x: mean_over(x, known), terms)
+
   # What public methods of subclasses are built of, too.
 
-  def _on_devices(self, body: Callable, hidden: ArrayLike, *shared: Any) -> Any:
-    """`body(arrays, hidden, *shared)` of each device of `vocab_axis` and its arrays."""
-    hidden, axis = self._vectors(hidden), self.vocab_axis
-    compute = lambda *given: vocab_parallel.over_vocabulary(axis, body, self.parts(), *given)
+  def _on_devices(self, body: Callable, hidden: ArrayLike, *shared: Any, axis: Any = ...) -> Any:
+    """`body(arrays, hidden, *shared)` of each device of an axis and its arrays.
+
+    The axis is `vocab_axis` if none is given, and None for a body of whole arrays.
+    """
+    hidden, axis = self._vectors(hidden), self.vocab_axis if axis is ... else axis
+    on_devices = functools.partial(vocab_parallel.over_vocabulary, axis, body)
+    compute = lambda *given: symbolic.by_chunks(on_devices, given[0], self.parts(), *given)
     return self._computed(compute, hidden, hidden, *shared)
 
   def _drawn(
     self, body: Callable, hidden: ArrayLike, key: PRNGKeyArray, allowed: Any, *each: Any
   ) -> Any:
     """body(arrays, hidden, key, allowed, *each) on each device, for checked arguments."""
-    check_key(key)
+    key = key_of(key)
     allowed = None if allowed is None else jnp.asarray(allowed)
     return self._on_devices(body, hidden, key, allowed, *each)
 

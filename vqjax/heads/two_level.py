@@ -151,9 +151,7 @@ class TwoLevelHead(GroupDecodingHead):
   @final
   def log_group(self, hidden: Float[ArrayLike, "*B D"]) -> Float[Array, "*B G"]:
     """Log-probabilities of the groups in nats."""
-    hidden = self._vectors(hidden)
-    whole = lambda x: vocab_parallel.over_vocabulary(None, self._log_group, self.parts(), x)
-    return self._computed(whole, hidden, hidden)
+    return self._on_devices(self._log_group, hidden, axis=None)
 
   def _log_group(self, arrays, hidden):
     """Log-probabilities of the groups that this device holds."""

@@ -174,7 +174,7 @@ def _backward(plan, operands, cotangent_PN):
   return _permuted(d_narrow, first.rank), d_weight.astype(weight.dtype), None, None, None
 
 
-_log_prob.defvjp(_forward, _backward)
+_log_prob.defvjp(*map(vocab_parallel.own_promotion, (_forward, _backward)))
 
 
 class Section(NamedTuple):

@@ -198,7 +198,7 @@ def _forward(plan, hidden_PND, weight, class_V, row_PN, class_PN):
     new = jnp.stack([own, top, total], axis=-1)
     return state_N3.at[tokens].set(new, mode="drop", unique_indices=True)
 
-  start = jnp.broadcast_to(jnp.array([-jnp.inf, -jnp.inf, 0.0]), (*row_PN.shape, 3))
+  start = jnp.broadcast_to(jnp.float32([-jnp.inf, -jnp.inf, 0.0]), (*row_PN.shape, 3))
   start, given, _ = vocab_parallel.varying(
     (plan.shards.keep(start), (work.shards, hidden_PND, row_PN), (weight, class_V))
   )
@@ -270,7 +270,7 @@ def _backward(plan, saved, cotangent_PN):
   return d_hidden.astype(hidden_PND.dtype), d_weight, None, None, None
 
 
-_log_prob.defvjp(_forward, _backward)
+_log_prob.defvjp(*map(vocab_parallel.own_promotion, (_forward, _backward)))
 
 
 class Normalizers(NamedTuple):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from vqjax.ops import sampling, softmax, topk, vocab_parallel
+from vqjax.ops import sampling, softmax, symbolic, topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
@@ -81,6 +81,7 @@ class CodeSoftmax(NamedTuple):
 
 
 @vocab_parallel.for_any_axes("hidden")
+@symbolic.for_any_batch("hidden")
 def code_softmax(
   hidden: Float[Array, "*B D"],
   codebook: Float[Array, "K D"],
@@ -262,6 +263,7 @@ def best_tokens(
 
 
 @vocab_parallel.for_any_axes("tokens")
+@symbolic.for_any_batch("tokens")
 def code_vectors(
   codebook: Float[Array, "K D"],
   assignment: Int[Array, "V"],

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from vqjax.ops import tiles, vocab_parallel
+from vqjax.ops import symbolic, tiles, vocab_parallel
 from vqjax.ops.row_factory import as_row_factory
 from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.tiles import Linear
@@ -24,6 +24,7 @@ __all__ = ["linear_log_prob_jvp"]
 
 
 @vocab_parallel.for_any_axes("hidden")
+@symbolic.for_any_batch("hidden")
 def linear_log_prob_jvp(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"],

@@ -100,4 +100,4 @@ def _shares(r: Float[Array, "C C"]) -> GradientShare:
   norm = jnp.linalg.norm(gradient)
   kept = jnp.minimum(jnp.linalg.norm(inside) / norm, 1.0)
   gain = jnp.linalg.norm(values * inside) / norm
-  return GradientShare(kept, gain, norm, is_there.sum())
+  return GradientShare(kept, gain, norm, is_there.sum(dtype=jnp.int32))

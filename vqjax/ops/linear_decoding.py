@@ -13,6 +13,7 @@ time, and no array [N, V] exists. `vqjax.ops.sampling` selects and draws.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +21,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.ops import device, precision, sampling, softmax, vocab_parallel
+from vqjax.ops import device, precision, sampling, softmax, symbolic, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.tiles import Linear
-from vqjax.ops.vocabulary import check_key, is_count
+from vqjax.ops.vocabulary import is_count, key_of
 from vqjax.types import Dtype
 
 __all__ = ["linear_sample", "linear_top_k"]
@@ -58,6 +59,7 @@ def linear_blocks(
 
 
 @vocab_parallel.for_any_axes("hidden")
+@symbolic.for_any_batch("hidden")
 def linear_top_k(
   hidden: Float[ArrayLike, "*B D"],
   weight: Float[ArrayLike, "V D"] | RowFactory,
@@ -122,6 +124,7 @@ def linear_sample(
 ) -> Int[Array, "*B"]:
   """Draws from softmax(hidden · weightᵀ + bias), exactly; -1 where no token is allowed.
 
+  A row with a score of inf or nan has no distribution: its draw is -1, its log-probabilities nan.
   The filters apply in the order allowed, temperature, top_k, top_p.
 
   Example:
@@ -149,7 +152,7 @@ def linear_sample(
   scoring = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis, precision=precision)
   layer = Linear.of(hidden, weight, bias, scoring)
   options = sampling.SamplingOptions(temperature, top_k, top_p)
-  check_key(key)
+  key = key_of(key)
   allowed = None if allowed is None else jnp.asarray(allowed)
   # Read here: inside of the axis the layer has a device's rows, and counts them over all devices.
   vocab = layer.vocab
@@ -158,7 +161,8 @@ def linear_sample(
     blocks = sampling.allow(blocks, allowed, vocab)
     return sampling.sample(blocks, key, options)
 
-  return _over_blocks(draw, layer, key, allowed)
+  compute = functools.partial(_over_blocks, draw)
+  return symbolic.by_chunks(compute, hidden, layer, key, allowed)
 
 
 def _over_blocks(body: Callable, layer: Linear, *shared: Any) -> Any:

@@ -179,7 +179,7 @@ def _hard_backward(saved, d_parts):
   return d_soft.astype(soft.dtype), d_values.astype(values.dtype), None
 
 
-_hard.defvjp(_hard_forward, _hard_backward)
+_hard.defvjp(*map(vocab_parallel.own_promotion, (_hard_forward, _hard_backward)))
 
 
 def straight_through(

@@ -122,7 +122,7 @@ def _backward(dtype, saved, cotangent):
   return d_linears, _Tokens(narrow(d_hidden, tokens.hidden), None, None)
 
 
-_log_prob.defvjp(_forward, _backward)
+_log_prob.defvjp(*map(vocab_parallel.own_promotion, (_forward, _backward)))
 
 
 def _on_each_device(function, linears, per_token, summed):

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops import sampling, softmax, symbolic, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
@@ -76,7 +76,7 @@ def draw_candidates(key: PRNGKeyArray, log_q: Float[Array, "V"], samples: int) -
   """
   vocab = log_q.shape[0]
   check_samples(samples, vocab)
-  log_q_V = log_q.astype(jnp.float32)
+  log_q_V = jnp.asarray(log_q, jnp.float32)
   noisy_S, token_S = lax.top_k(log_q_V + sampling.gumbel(key, log_q.shape), min(samples + 1, vocab))
   edge = noisy_S[samples] if samples < vocab else -jnp.inf
   token_S = token_S[:samples].astype(jnp.int32)
@@ -88,6 +88,7 @@ def draw_candidates(key: PRNGKeyArray, log_q: Float[Array, "V"], samples: int) -
 
 
 @vocab_parallel.for_any_axes("hidden")
+@symbolic.for_any_batch("hidden")
 def sampled_softmax(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"],
@@ -127,10 +128,16 @@ def _estimate(weight, bias, hidden, token, candidates, vocab, dtype, vocab_axis)
     bias = vocab_parallel.sharded_lookup(bias, wanted, vocab_axis).astype(jnp.float32)
 
   # The inverse of `candidates.tokens`, with `count` for tokens that are not candidates.
-  index_V = jnp.full((vocab,), count, jnp.int32).at[candidates.tokens].set(jnp.arange(count))
+  index_V = (
+    jnp.full((vocab,), count, jnp.int32)
+    .at[candidates.tokens]
+    .set(jnp.arange(count, dtype=jnp.int32))
+  )
   index = index_V[token]
   hit = index < count
   index = jnp.where(hit, index, 0)
+  # A candidate that only fills the list has no weight to take back.
+  hit &= candidates.log_inclusion[index] < jnp.inf
   # p_S(v) = exp(s_v) / π_v / Z_S over the candidates; an accidental hit has its weight 1 / π too.
   candidate_rows, weight_bias = row[:count], bias[:count] - candidates.log_inclusion
   axis = vocab_parallel.inside(vocab_axis)

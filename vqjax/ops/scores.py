@@ -21,7 +21,7 @@ from vqjax.ops.precision import check_precision
 from vqjax.ops.vocabulary import check_numbers
 from vqjax.types import Dtype
 
-__all__ = ["OutputFunction", "ScoreOptions", "SigSoftmax"]
+__all__ = ["OutputFunction", "ScoreOptions", "SigSoftmax", "SigmoidCap"]
 
 
 class OutputFunction(abc.ABC):
@@ -54,6 +54,33 @@ class Softcap(OutputFunction):
   def slope(self, result: Float[Array, "..."]) -> Float[Array, "..."]:
     """d tanh(x) = 1 - tanh(x)², and result / c is that tanh."""
     return 1 - (result * (1 / self.cap)) ** 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SigmoidCap(OutputFunction):
+  """c · sigmoid((score + shift) / width), a cap whose scores lie in (0, c).
+
+  A softmax depends on differences of scores alone, so that the range may begin at 0. The defaults
+  are those of modded-nanogpt (github.com/KellerJordan/modded-nanogpt); a width of c / 4 and no
+  shift give slope 1 at 0.
+
+  Attributes:
+    cap: upper limit of the result, c.
+    width: scale of the raw scores.
+    shift: added to the raw scores.
+  """
+
+  cap: float | int = 23.0
+  width: float | int = 7.5
+  shift: float | int = 5.0
+
+  def __call__(self, score: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The capped scores."""
+    return self.cap * jax.nn.sigmoid((score + self.shift) / self.width)
+
+  def slope(self, result: Float[Array, "..."]) -> Float[Array, "..."]:
+    """d sigmoid(x) = sigmoid(x) (1 - sigmoid(x)), and result / c is that sigmoid."""
+    return result * (1 - result / self.cap) / self.width
 
 
 @dataclasses.dataclass(frozen=True)

@@ -206,11 +206,13 @@ def linear_cross_entropy(
   *,
   mask: Bool[ArrayLike, "*B"] | None = None,
   token_weight: Float[ArrayLike, "*B"] | None = None,
+  class_weight: Float[ArrayLike, "V"] | None = None,
   ignore_index: int | None = None,
   label_smoothing: float | int = 0.0,
   z_loss: float | int = 0.0,
   temperature: float | int = 1.0,
   softcap: float | int | None = None,
+  output: OutputFunction | None = None,
   reduction: str = "none",
   scratch: int | None = None,
   tile: tuple[int, int] | None = None,
@@ -236,6 +238,9 @@ def linear_cross_entropy(
     bias: one number for each row.
     mask: False for tokens that are left out, as if their weight were 0.
     token_weight: weight of each token's loss; 0 for padding.
+    class_weight: a further factor of the weight, by the token, as `weight` of PyTorch's
+      `cross_entropy`: the mean divides by the sum of the weights. Inside of a `jax.shard_map` over
+      `vocab_axis` it has the device's own rows, as `weight` does.
     ignore_index: target whose tokens have weight 0, such as -1 or -100; unsigned tokens of 8 or 16
       bits cannot hold a negative one.
     label_smoothing: probability, in [0, 1), that the target spreads evenly over the vocabulary; a
@@ -243,6 +248,7 @@ def linear_cross_entropy(
     z_loss: coefficient of the squared log-normaliser, which keeps scores from drifting.
     temperature: divides the scores, after their cap.
     softcap: largest absolute score.
+    output: another function of each score instead of a cap, such as `SigmoidCap()`.
     reduction: "none", "sum" or "mean"; the mean over no weight is 0.
     scratch: as in `linear_softmax`; a sum or mean keeps these scores until their gradient is
       formed, beside a float32 gradient of the weight.
@@ -253,11 +259,12 @@ def linear_cross_entropy(
 
   Raises:
     ValueError: as `linear_softmax`; `label_smoothing` is outside [0, 1), `z_loss` is negative,
-      `token_weight` has another shape than `tokens`, `reduction` is not one of the three, or
-      `scratch` is not a number of bytes.
+      `token_weight` has another shape than `tokens` or `class_weight` than [V], there is a
+      `class_weight` beside `label_smoothing`, `reduction` is not one of the three, or `scratch` is
+      not a number of bytes.
     TypeError: as `linear_softmax`.
   """
-  check_arrays(hidden=hidden, tokens=tokens, token_weight=token_weight)
+  check_arrays(hidden=hidden, tokens=tokens, token_weight=token_weight, class_weight=class_weight)
   check_numbers(label_smoothing=label_smoothing, z_loss=z_loss)
   if not 0 <= label_smoothing < 1:
     raise ValueError(f"`label_smoothing` must be in [0, 1); got {label_smoothing}. 0.1 is usual.")
@@ -271,12 +278,21 @@ def linear_cross_entropy(
   options = ScoreOptions(
     temperature=temperature,
     softcap=softcap,
+    output=output,
     tile=tile,
     dtype=dtype,
     vocab_axis=vocab_axis,
     scratch=scratch,
     precision=precision,
   )
+  if class_weight is not None:
+    if label_smoothing:
+      raise ValueError(
+        f"`label_smoothing` must be 0 where `class_weight` is given; got {label_smoothing}. PyTorch"
+        " weighs each class of the smoothed target; give `token_weight` instead."
+      )
+    of_class = _of_classes(class_weight, tokens, as_row_factory(weight).count, vocab_axis)
+    token_weight = of_class if token_weight is None else token_weight * of_class
   counted = TokenWeight.of(tokens.shape, mask, token_weight, tokens, ignore_index)
   terms = reduced_loss.Terms(label_smoothing, z_loss)
   if reduction == "none":
@@ -295,6 +311,18 @@ def linear_cross_entropy(
   compute = functools.partial(reduced_loss.weighted_sum, terms)
   loss = tiles.on_each_device((layer,), token, compute, counted.kept, share)
   return jnp.where(wrong, jnp.nan, loss)
+
+
+def _of_classes(class_weight, tokens, rows, vocab_axis):
+  """Weight of each token's class; 1 for a token outside of the vocabulary, whose loss is nan."""
+  if class_weight.shape != (rows,):
+    raise ValueError(
+      f"`class_weight` must be [{rows}], one for each row of `weight`; got {class_weight.shape}."
+      " Use `token_weight` for weights of tokens."
+    )
+  valid, token = in_vocabulary(tokens, vocab_parallel.rows_in_all(vocab_axis, rows))
+  table = class_weight.astype(vocab_parallel.summed_dtype(class_weight.dtype))
+  return jnp.where(valid, vocab_parallel.sharded_lookup(table, token, vocab_axis), 1.0)
 
 
 def linear_scores(

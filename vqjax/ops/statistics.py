@@ -173,6 +173,8 @@ class _Running(NamedTuple):
     own: score of the token itself, -inf before its tile.
     top: the largest score.
     total: sum of exp(score - top).
+    lost: what the rounding of `total` has lost: beside a nearly certain token the masses of a tile
+      are below the digits of the sum.
     moment: sum of exp(score - top) · (score - top), for the entropy, or None.
     square: sum of exp(score - top)², or None.
     score_sum: sum of the scores, for their mean, or None.
@@ -184,6 +186,7 @@ class _Running(NamedTuple):
   own: Array
   top: Array
   total: Array
+  lost: Array
   moment: Array | None
   square: Array | None
   score_sum: Array | None
@@ -260,6 +263,7 @@ def empty(outputs: Outputs, shape: tuple[int, ...], sums_scores: bool) -> _Runni
     own=lowest,
     top=lowest,
     total=zero,
+    lost=zero,
     moment=zero if outputs.entropy else None,
     square=zero if outputs.collision else None,
     score_sum=zero if sums_scores else None,
@@ -269,7 +273,10 @@ def empty(outputs: Outputs, shape: tuple[int, ...], sums_scores: bool) -> _Runni
 
 def finished(outputs: Outputs, last: _Running) -> tuple[_Pass, tuple]:
   """Results of a pass over all scores, and what its gradient needs."""
-  z = _Normalizer(last.top, jnp.log(last.total))
+  # The logarithm of 1 + a little keeps the digits of the little.
+  above = jnp.log1p(jnp.maximum(last.total - 1 + last.lost, -0.5))
+  log_sum = jnp.where(last.total < 0.5, jnp.log(last.total), above)
+  z = _Normalizer(last.top, log_sum)
   excess = last.moment / last.total if outputs.entropy else None
   # In this order: own - log Z would lose digits where both are large.
   below = lambda score, top, log_sum: jnp.minimum((score - top) - log_sum, 0.0)
@@ -345,10 +352,16 @@ def _add(old, score, first_row, row_Pn, axis, fuses):
   above = old.above
   if above is not None:
     above = above + (score > jnp.expand_dims(old.least, axis)).sum(axis=axis, dtype=jnp.int32)
+  part = mass.sum(axis=axis)
+  total = old.total + part
+  # Exactly what the rounded sum lacks (Knuth).
+  added = total - old.total
+  lost = (old.total - (total - added)) + (part - added)
   return _Running(
     own=jnp.maximum(old.own, own_Pn),
     top=old.top,
-    total=old.total + mass.sum(axis=axis),
+    total=total,
+    lost=old.lost + lost,
     moment=moment,
     square=square,
     score_sum=score_sum,
@@ -366,7 +379,8 @@ def _moved(old, top):
   # Each of the terms x · exp(x - top) changes by step, and by the factor of its exponential.
   moment = None if old.moment is None else (old.moment + step * old.total) * shrink
   square = None if old.square is None else old.square * shrink**2
-  return old._replace(top=top, total=old.total * shrink, moment=moment, square=square)
+  total, lost = old.total * shrink, old.lost * shrink
+  return old._replace(top=top, total=total, lost=lost, moment=moment, square=square)
 
 
 def all_reduced(local, axis, row_PN, rows):
@@ -382,6 +396,7 @@ def all_reduced(local, axis, row_PN, rows):
     own=vocab_parallel.from_owner(local.own, row_PN, rows, axis),
     top=moved.top,
     total=total(moved.total),
+    lost=total(moved.lost),
     moment=total(moved.moment),
     square=total(moved.square),
     score_sum=total(local.score_sum),
@@ -396,8 +411,8 @@ class Cotangents(NamedTuple):
   Attributes:
     row: row of the token.
     z: normaliser.
-    own: coefficient of the token's own score.
-    prob: coefficient of the probabilities.
+    own: cotangent of the token's own score, without the terms below; see `own_cotangent`.
+    prob: coefficient of the probabilities of all other tokens.
     score_sum: cotangent of the sum of scores.
     entropy: cotangent of the entropy.
     excess: mean of score - top under p.
@@ -418,6 +433,15 @@ class Cotangents(NamedTuple):
   collision: Array | None = None
   best: Array | None = None
   best_own: Array | None = None
+
+
+def own_cotangent(own: Array, prob: Array, log_prob: Array) -> Array:
+  """Cotangent of a token's own score, from the coefficients of its score and of probabilities.
+
+  It is p - 1 times a number for a likelihood. Of a nearly certain token that has the digits of
+  log p alone: the rounding of a score, or of log Z, would be added to 1 - p and exceed it.
+  """
+  return (own + prob) + prob * jnp.expm1(log_prob)
 
 
 def _pass_forward(plan, *primals):
@@ -446,11 +470,12 @@ def _pass_backward(plan, saved, cotangents):
     of_prob.append(-best_own.sum(-1))
     axis = vocab_parallel.inside(layer.options.vocab_axis)
     best_row = stats.top_token - vocab_parallel.first_row(axis, layer.weight.count)
+  prob = functools.reduce(jnp.add, of_prob) if of_prob else None
   given = Cotangents(
     row=row_PN,
     z=z,
-    own=own,
-    prob=functools.reduce(jnp.add, of_prob) if of_prob else None,
+    own=None if own is None else own_cotangent(own, prob, stats.log_prob),
+    prob=prob,
     score_sum=score_sum,
     entropy=entropy,
     excess=None if entropy is None else excess_PN,
@@ -466,15 +491,15 @@ def _pass_backward(plan, saved, cotangents):
 
 
 def d_scores(scores, row_v11, given):
-  """Cotangent of each score of the tile: onehot · own + p · prob + ..."""
+  """Cotangent of each score of the tile: p · prob, or own in the token's row, + ..."""
   (score_vPn,) = scores
   above_vPn = score_vPn - given.z.top
   prob_vPn = jnp.exp(above_vPn - given.z.log_sum)
   terms = []
-  if given.own is not None:
-    terms.append(jnp.where(row_v11 == given.row, given.own, 0.0))
   if given.prob is not None:
     terms.append(prob_vPn * given.prob)
+  if given.own is not None:
+    terms[0] = jnp.where(row_v11 == given.row, given.own, terms[0])
   if given.entropy is not None:
     # dH/ds = -p (s - E[s]); an absent row would be 0 · -inf, here or in the second derivative.
     finite_vPn = jnp.where(jnp.isneginf(score_vPn), 0.0, above_vPn)
@@ -500,6 +525,8 @@ def add_at_rows(d_vPn: Array, row_Pnk: Array, own_Pnk: Array) -> Array:
   return jax.vmap(add, in_axes=(1, 0, 0), out_axes=1)(d_vPn, row_Pnk, own_Pnk)
 
 
-_pass.defvjp(_pass_forward, _pass_backward, symbolic_zeros=True)
+_pass.defvjp(
+  *map(vocab_parallel.own_promotion, (_pass_forward, _pass_backward)), symbolic_zeros=True
+)
 # Eagerly, `jax.shard_map` has no rule for symbolic zeros; compiled, it needs none.
 _compiled_pass = jax.jit(_pass, static_argnums=0, inline=True)

@@ -48,7 +48,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from vqjax.ops import device, precision, vocab_parallel
+from vqjax.ops import device, precision, symbolic, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded, TokenShards, varying
@@ -216,8 +216,12 @@ def on_each_device(
   Returns:
     The results of the body as [*B, ...] or [].
   """
-  options, batch = layers[0].options, layers[0].hidden.shape[:-1]
-  axis, n = options.vocab_axis, math.prod(batch)
+  hidden, options = layers[0].hidden, layers[0].options
+  if symbolic.is_symbolic(hidden):
+    of_chunk = lambda layers, *given: on_each_device(layers, given[0], body, *given[1:])
+    return symbolic.by_chunks(of_chunk, hidden, layers, tokens, kept, per_token)
+  batch, axis = hidden.shape[:-1], options.vocab_axis
+  n = math.prod(batch)
 
   def local(rows, hiddens, tokens, kept, per_token):
     inside, shards = vocab_parallel.inside(axis), vocab_parallel.token_shards(axis)

@@ -129,7 +129,7 @@ def _backward(dtype, shards, operands, cotangent_PN):
   return d_hidden.astype(hidden_PND.dtype), d_weight, None, None
 
 
-_leaf_log_prob.defvjp(_forward, _backward)
+_leaf_log_prob.defvjp(*map(vocab_parallel.own_promotion, (_forward, _backward)))
 
 
 def draw_leaves(
@@ -186,7 +186,11 @@ def _log_probs(hidden_ND, row_RD, path_WL, left_WL, dtype):
   r, n = score_RN.shape
   # Transposed, so that a leaf gathers whole rows of n numbers, one for each level: the first R rows
   # hold the left sides, the next R the right sides, and the last one is for padding.
-  sides = [jax.nn.log_sigmoid(score_RN), jax.nn.log_sigmoid(-score_RN), jnp.zeros((1, n))]
+  sides = [
+    jax.nn.log_sigmoid(score_RN),
+    jax.nn.log_sigmoid(-score_RN),
+    jnp.zeros((1, n), jnp.float32),
+  ]
   table = jnp.concatenate(sides)
   index_WL = jnp.where(path_WL < 0, 2 * r, jnp.where(left_WL, path_WL, r + path_WL))
   start = jnp.zeros((index_WL.shape[0], n), jnp.float32)

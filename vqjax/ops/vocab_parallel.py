@@ -25,7 +25,7 @@ from jax.sharding import AxisType, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from vqjax.ops.vocabulary import value_of
+from vqjax.ops.vocabulary import values_of
 
 __all__ = []
 
@@ -144,7 +144,7 @@ def over_vocabulary(
   padded = each(lambda part: _padded(part, count), rows)
   spec = lambda part: P(*[None] * part.axis, axis) if isinstance(part, Sharded) else P()
 
-  widened = jax.tree.map(_widened, shared)
+  widened = jax.tree.map(summable, shared)
   differ = lambda a, b: any(x.dtype != y.dtype for x, y in zip(*map(jax.tree.leaves, (a, b))))
   is_narrow = differ(padded, arrays) or differ(widened, shared)
 
@@ -161,7 +161,7 @@ def over_vocabulary(
   return jax.jit(mapped)(padded, *widened)
 
 
-def _widened(x):
+def summable(x: Any) -> Any:
   """An array in a dtype in which its gradient may be summed over devices."""
   is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
   return x.astype(summed_dtype(x.dtype)) if is_float else x
@@ -171,8 +171,8 @@ def _of_first(x, axis):
   """The value of the first device, known to be that of all; `x` if it is known to be already."""
   if axis not in varies_over(jax.typeof(x)):
     return x
-  wide = _widened(x) if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.int32)
-  first = jnp.where(lax.axis_index(axis) == 0, wide, jnp.zeros_like(wide))
+  summed = summable(x) if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.int32)
+  first = jnp.where(lax.axis_index(axis) == 0, summed, jnp.zeros_like(summed))
   return lax.psum(first, axis).astype(x.dtype)
 
 
@@ -196,6 +196,7 @@ def on_any_axes(
     vocab: size of the vocabulary, or None.
     vocab_axis: mesh axis over which the vocabulary is sharded, or None.
   """
+  compute = own_promotion(compute)
   if AxisType.Explicit not in axis_types().values():
     return compute(arrays)
 
@@ -218,6 +219,32 @@ def on_any_axes(
   spec = functools.partial(_spec, batch=batch, vocab=vocab, vocab_axis=vocab_axis)
   place = lambda x: reshard(x, spec(x.shape)) if isinstance(x, jax.Array) else x
   return jax.tree.map(place, found)
+
+
+def own_promotion(function: Callable[_P, _T]) -> Callable[_P, _T]:
+  """The function with NumPy's rules for operands of other ranks and dtypes, while it is traced.
+
+  A block of scores [W, *B] meets numbers [*B] and float32 sums meet narrow operands on purpose. The
+  modes `jax_numpy_rank_promotion` and `jax_numpy_dtype_promotion` are for the code of callers.
+  """
+
+  @functools.wraps(function)
+  def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    try:
+      with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return function(*args, **kwargs)
+    except TypeError as error:
+      if "forward-mode" in str(error) and _OF_FORWARD_MODE not in getattr(error, "__notes__", ()):
+        error.add_note(_OF_FORWARD_MODE)
+      raise
+
+  return wrapped
+
+
+_OF_FORWARD_MODE = (
+  "The losses have rules for reverse mode; `vqjax.ops.forward_mode.linear_log_prob_jvp` computes"
+  " the derivative of a log-probability in a direction."
+)
 
 
 def automatic(tree: Any) -> Any:
@@ -246,15 +273,15 @@ def for_any_axes(batch: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
 
   def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
     signature = inspect.signature(function)
+    compute = own_promotion(function)
 
     @functools.wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-      values = [value_of(x) for x in args]
-      named = {name: value_of(x) for name, x in kwargs.items()}
+      values, named = values_of((args, kwargs))
       if AxisType.Explicit not in axis_types().values():
-        return function(*values, **named)
+        return compute(*values, **named)
       given = signature.bind(*values, **named).arguments
-      return on_any_axes(lambda given: function(**given), given, given[batch])
+      return on_any_axes(lambda given: compute(**given), given, given[batch])
 
     return wrapped
 

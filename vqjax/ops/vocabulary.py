@@ -40,6 +40,11 @@ def value_of(array: Any) -> Any:
   return jnp.asarray(array)
 
 
+def values_of(tree: Any) -> Any:
+  """A tree with `value_of` each of its arrays and variables."""
+  return jax.tree.map(value_of, tree, is_leaf=lambda x: hasattr(x, "__jax_array__"))
+
+
 def check_ignore_index(ignore_index: int | None) -> None:
   """Raise ValueError unless a token of 32 bits may be the index that is ignored."""
   if ignore_index is not None and not -(2**31) <= ignore_index < 2**31:
@@ -63,10 +68,15 @@ def check_numbers(**options: Any) -> None:
       )
 
 
-def check_key(key: Any) -> None:
-  """Raise TypeError unless it is a key of `jax.random`."""
+def key_of(key: Any) -> Any:
+  """The key with a dtype of its own, also where it is the numbers of a `jax.random.PRNGKey`.
+
+  Raises:
+    TypeError: it is not a key of `jax.random`.
+  """
   if not hasattr(key, "dtype"):
     raise TypeError(f"`key` must be a key of jax.random; got {key!r}. Use jax.random.key(0).")
+  return jax.random.wrap_key_data(key) if key.dtype == np.uint32 else key
 
 
 def is_count(number: Any) -> bool:

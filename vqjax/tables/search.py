@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from vqjax.convert.packed_table import PackedTable
-from vqjax.tables import container
-from vqjax.tables.coded import MOST_LEVELS, CodedTable, Coordinates, Levels
+from vqjax.tables import container, entropy_coder
+from vqjax.tables.coded import MOST_LEVELS, CodedTable, Coordinates
 from vqjax.tables.moments import Moments
 from vqjax.tables.packing import fixed_bytes, pack
 
@@ -34,18 +34,6 @@ AIM = 0.997
 
 MOST_CODINGS = 8
 """Most steps at which the tables are coded to meet a size."""
-
-FINE_STEP = 2.0**-10
-"""Step in which a sample of rows is kept, to count the bytes of larger ones."""
-
-ROUNDED = 1.13
-"""Coordinates take about as many bits where they are rounded to multiples of so many steps."""
-
-SAMPLE = 2**15
-"""Rows of a sample, or up to twice as many."""
-
-ROWS = 2**13
-"""Rows of a sample that are rounded at a time."""
 
 LEAST_STEP, LARGEST_STEP = 2.0**-14, 2.0**10
 """Steps that are tried, unless the coordinates of a table are very large."""
@@ -121,7 +109,7 @@ class Tables:
     for _ in range(MOST_CODINGS):
       tables = {}  # given back before there are new ones
       made, tables = step, self.tables_at(step)
-      coded = {name: container.encode_table(table, progress) for name, table in tables.items()}
+      coded = {name: entropy_coder.encode_table(table, progress) for name, table in tables.items()}
       total = sum(array.nbytes for parts in coded.values() for array in parts.values())
       totals[step] = total
       fits = size is None or total <= size
@@ -188,27 +176,11 @@ class Tables:
         return point.step
     return math.sqrt(low * high)
 
-  @functools.cached_property
-  def _samples(self) -> tuple[float, dict[str, tuple[CodedTable, int]]]:
-    """A fine step; some rows of the tables rounded to it, and the number of all rows."""
-    fine, samples = max(FINE_STEP, 2 * self.limits[0]), {}
-    for name, own in self._coordinates.items():
-      samples[name] = own.rounded(fine, max(1, own.shape[0] // SAMPLE)), own.shape[0]
-    return fine, samples
-
   def size(self, step: float) -> int:
     """Bytes of all tables at a step, about, from a sample of their rows."""
-    fine, samples = self._samples
     # No table has a smaller step, and integers would overflow.
-    ratio = fine / (ROUNDED * max(step, self.limits[0]))
-    total = 0
-    for own, rows in samples.values():
-      levels = Levels(own.shape)
-      for first in range(0, len(levels), ROWS):
-        block = slice(first, first + ROWS)
-        levels[block] = np.rint(own.levels[block] * ratio).astype(np.int32)
-      total += container.coded_bytes(dataclasses.replace(own, levels=levels), rows, quantizers=1)
-    return total
+    step = max(step, self.limits[0])
+    return sum(own.size(step) for own in self._coordinates.values())
 
 
 class PackedTables(Tables):

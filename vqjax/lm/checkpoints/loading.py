@@ -466,7 +466,7 @@ def write_folder(
 ) -> dict[str, str]:
   """Write the files of `save` into a new folder, which the caller publishes.
 
-  With compressed tables only this library loads it: what `container.encode_table` returned for
+  With compressed tables only this library loads it: what `entropy_coder.encode_table` returned for
   "embedding" or "head" is written in place of the table.
 
   Returns:

@@ -23,7 +23,7 @@ from vqjax.tables.moments import Moments
 
 __all__ = ["SEED", "collect", "own_text", "zipf_counts"]
 
-ROWS = 32
+ROWS = 64
 """Texts that a model writes side by side."""
 
 HIDDEN_TOKENS = 2**14

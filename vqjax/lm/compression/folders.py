@@ -264,6 +264,9 @@ def _begin(source: readers.ModelSource, tokenizer: Any) -> list[int]:
 OWN_TEXT = "its own text"
 """Name of the domain of text that a model wrote itself."""
 
+OWN_WINDOW = 128
+"""Most tokens of a window of such text: each takes a pass of the model."""
+
 MOST_OWN_TOKENS = 2**13
 """Most tokens that a model writes itself: they take longer than reading so many."""
 
@@ -271,7 +274,7 @@ MOST_OWN_TOKENS = 2**13
 def _own_texts(job, work, loaded, begin, bars):
   """Windows to calibrate with and to judge by, and counts, of text that the model writes itself."""
   model, variables, tokenizer = loaded
-  length = min(job.window, model.context)
+  length = min(job.window, model.context, OWN_WINDOW)
   check_window(length)
   kept = work / "own_text.npy"
   if kept.is_file():

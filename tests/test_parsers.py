@@ -19,7 +19,7 @@ from vqjax.lab.training.run_folder import Config, MetricsRow, Result
 from vqjax.lm import records
 
 EXAMPLES = int(os.environ.get("VQJAX_EXAMPLES", "1"))
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 
 many = settings(
   max_examples=25 * EXAMPLES,
