@@ -40,6 +40,7 @@ def layers(vocab: int, text: assign.TextStats) -> Iterator[tuple[str, str, Calla
     "codebook": (heads.CodebookHead, {"codes": codes, "token_bias": True}),
     "codebook without bias": (heads.CodebookHead, {"codes": codes, "token_bias": False}),
     "grouped": (heads.GroupedHead, {}),
+    "unshared groups": (heads.UnsharedGroupedHead, {"use_bias": True}),
     "product": (heads.ProductHead, {"codes": min(256, vocab // 4), "subspaces": 8}),
     "low rank": (heads.LowRankHead, {"rank": 8}),
     "class-based": (heads.ClassBasedHead, {"classes": max(2, round(vocab**0.5))}),
@@ -58,6 +59,16 @@ def layers(vocab: int, text: assign.TextStats) -> Iterator[tuple[str, str, Calla
       yield name, start, pair
   for start, make in {"default": free, "text": of_text["text"]}.items():
     yield "tied", start, functools.partial(_tied, make)
+  for name in ("dense", "codebook", "class-based"):
+    kind, fields = rows[name]
+    yield (
+      name,
+      "text for the embedding too",
+      lambda kind=kind, fields=fields: (
+        of_text["text"](kind, **fields),
+        of_text["text"](embeddings.DenseEmbedding),
+      ),
+    )
 
 
 def _from_counts(counts, vocab, dim, kind, **fields):

@@ -46,7 +46,10 @@ SMOOTHING = 0.1
 RANK = 256
 """Largest rank of contexts: further singular values of a text are noise, and take minutes."""
 
-SWEEPS = 5
+POWER_ITERATIONS = 2
+"""Power iterations behind contexts that layers begin with; more change no figure of a training."""
+
+SWEEPS = 3
 """Passes of the exchange over the vocabulary; later ones move few tokens."""
 
 
@@ -181,7 +184,7 @@ def _exchanged(stats, codes, token_bias):
 
 @functools.lru_cache(maxsize=2)
 def _contexts(stats, width):
-  rows = context_vectors(stats.bigrams, width, rank=RANK)
+  rows = context_vectors(stats.bigrams, width, rank=RANK, iterations=POWER_ITERATIONS)
   return unit_rows(rows).astype(np.float32)
 
 
@@ -193,7 +196,7 @@ def _products(stats, codes, subspaces, width):
 
 @functools.lru_cache(maxsize=2)
 def _order(stats, sizes):
-  rows = context_vectors(stats.bigrams, min(64, stats.vocab))
+  rows = context_vectors(stats.bigrams, min(64, stats.vocab), iterations=POWER_ITERATIONS)
   clusters = by_kmeans(rows, len(sizes), key=jax.random.key(0), weights=stats.weights())
   return ordered_in_groups(clusters.assignment, stats.counts, np.asarray(sizes)).astype(np.int32)
 
@@ -247,7 +250,12 @@ def _check_ids(rows: list[np.ndarray], vocab: int) -> None:
 
 
 def context_vectors(
-  bigrams: scipy.sparse.csr_array, width: int, *, seed: int = 0, rank: int | None = None
+  bigrams: scipy.sparse.csr_array,
+  width: int,
+  *,
+  seed: int = 0,
+  rank: int | None = None,
+  iterations: int | None = None,
 ) -> Float[np.ndarray, "V D"]:
   """Vectors of the tokens from their neighbours in the text.
 
@@ -261,6 +269,7 @@ def context_vectors(
     width: width of the vectors, D.
     seed: seed of the decomposition and of the rotation.
     rank: number of singular vectors; None: `width`, or V - 1 where that is less.
+    iterations: power iterations of the decomposition; None: 7 for a low rank, 4 for others.
 
   Raises:
     ValueError: there are fewer than two tokens.
@@ -276,21 +285,23 @@ def context_vectors(
     (np.maximum(information, 0), (both.row, both.col)), shape=both.shape
   )
   rank = min(width, vocab - 1, width if rank is None else rank)
-  left, value = _leading_vectors(positive, rank, seed)
+  left, value = _leading_vectors(positive, rank, seed, iterations)
   rotation = np.linalg.qr(np.random.default_rng(seed).normal(size=(width, width)))[0]
   return (left * np.sqrt(value)) @ rotation[:rank]
 
 
-def _leading_vectors(matrix, rank, seed):
+def _leading_vectors(matrix, rank, seed, iterations):
   """The leading left singular vectors and the singular values of a sparse matrix.
 
-  A random range with power iterations, more of them for a low rank. Source: Halko, Martinsson and
-  Tropp, Finding structure with randomness, 2011, Algorithms 4.4 and 5.1.
+  A random range with power iterations. Source: Halko, Martinsson and Tropp, Finding structure with
+  randomness, 2011, Algorithms 4.4 and 5.1.
   """
+  if iterations is None:
+    iterations = 7 if rank < 0.1 * min(matrix.shape) else 4
   transposed, shape = matrix.T.tocsr(), (matrix.shape[0], rank + 10)
   basis = np.random.RandomState(seed).normal(size=shape)
   # Normalised by LU, which is cheaper than QR and as stable here.
-  for _ in range(7 if rank < 0.1 * min(matrix.shape) else 4):
+  for _ in range(iterations):
     other, _ = scipy.linalg.lu(transposed @ basis, permute_l=True)
     basis, _ = scipy.linalg.lu(matrix @ other, permute_l=True)
   basis, _ = np.linalg.qr(transposed @ basis)

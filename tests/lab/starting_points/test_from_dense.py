@@ -16,6 +16,7 @@ from vqjax import (
   DenseEmbedding,
   DenseHead,
   GroupedHead,
+  Int8Embedding,
   PackedHead,
   ProductHead,
   ResidualCodebookHead,
@@ -295,8 +296,13 @@ REFUSED = {
     "`head` must have a bias",
   ),
   "a text for a head that it gives nothing": (
-    lambda dense: begun_with(dense, starting_points.FromText(), head=PackedHead(V, D)),
-    "`head` must have rows, codes or a bias",
+    lambda dense: begun_with(
+      dense,
+      starting_points.FromText(),
+      head=PackedHead(V, D),
+      embedding=Int8Embedding(V, D, group=8),
+    ),
+    "`head` or `embedding` must have rows, codes or a bias",
   ),
   "a folder without a run": (
     lambda dense: compressed((dense[0], dense[1].with_name("none")), codes=5),
@@ -373,6 +379,7 @@ def test_layers_begin_with_the_training_text_as_from_tokens_makes_them(dense):
   np.testing.assert_array_equal(variables["codes"]["head"]["assignment"], stats.codes(6))
   bias = variables["params"]["head"]["token_bias"]
   np.testing.assert_array_equal(bias, stats.log_frequencies())
+  np.testing.assert_array_equal(variables["params"]["embedding"]["weight"], stats.contexts(D))
   stats, variables = begun(head=GroupedHead(V, D, groups=5, order_init=convert.in_order))
   sizes = np.diff(group_starts(stats.vocab, 5))
   np.testing.assert_array_equal(variables["codes"]["head"]["order"], stats.order(sizes))

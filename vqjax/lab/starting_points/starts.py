@@ -19,6 +19,7 @@ from vqjax.convert.trained_variables import Variables, merged, part_of
 from vqjax.heads import Head
 from vqjax.lab.training.checkpoint import check_tokenizer, read_run_variables
 from vqjax.lab.training.run_folder import EncodedText
+from vqjax.layer import VocabularyLayer
 from vqjax.lm import checkpoints
 from vqjax.lm.texts import data_path
 from vqjax.variables import known_values
@@ -109,24 +110,28 @@ class Mapped:
 
 @dataclasses.dataclass(frozen=True)
 class FromText:
-  """A head, and the embedding that it is tied to, that begin with what the training text tells.
+  """A head and an embedding that begin with what the training text tells.
 
-  They begin as `vqjax.Head.from_tokens` makes them: codes by exchange, groups by clusters of
+  They begin as `from_tokens` makes them: codes by exchange, groups by clusters of
   contexts, rows that are vectors of contexts, biases of the tokens' frequencies. A head has a bias
   where its own fields say so, and a grouped head an order where `order_init` is
   `convert.in_order`.
   """
 
   def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
-    """The variables with these layers; ValueError if the text gives the head nothing."""
+    """The variables with these layers; ValueError if the text gives neither anything."""
     stats = TextStats.of(text.splits["train"].tokens, model.head.vocab)
-    names = ["head", *(["embedding"] if _is_tied(model.head) else [])]
-    layers = {name: getattr(model, name).clone(parent=None) for name in names}
+    parts = {name: getattr(model, name, None) for name in ("head", "embedding")}
+    layers = {
+      name: part.clone(parent=None)
+      for name, part in parts.items()
+      if isinstance(part, VocabularyLayer)
+    }
     begun = {name: layer.started_from(stats) for name, layer in layers.items()}
-    if all(begun[name] is layers[name] for name in names):
+    if all(begun[name] is layer for name, layer in layers.items()):
       raise ValueError(
-        f"`head` must have rows, codes or a bias that the text can give; got a"
-        f" {type(model.head).__name__} without. Set init_from=None, or use another head."
+        f"`head` or `embedding` must have rows, codes or a bias that the text can give; got a"
+        f" {type(model.head).__name__} and no layer with them. Set init_from=None, or use others."
       )
     started = dict(variables)
     for name, layer in begun.items():
