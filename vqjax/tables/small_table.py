@@ -291,6 +291,10 @@ class SmallTable:
     found = self._codec.rows(self.form, ids.astype(np.int64).ravel())
     return np.asarray(found, np.float32).reshape(*ids.shape, dim)
 
+  def __call__(self, ids: Int[Any, "*B"]) -> Float[np.ndarray, "*B D"]:
+    """The rows of tokens, as of an embedding; see `rows`."""
+    return self.rows(ids)
+
   def table(self) -> Float[np.ndarray, "V D"]:
     """All rows, float32."""
     vocab, dim = self.shape
