@@ -23,7 +23,7 @@ def _subclasses(kind):
 
 @pytest.fixture
 def _as_users_compile():
-  before = jax.config.jax_disable_most_optimizations
+  before = jax.config.read("jax_disable_most_optimizations")
   jax.config.update("jax_disable_most_optimizations", False)
   yield
   jax.config.update("jax_disable_most_optimizations", before)
