@@ -1,5 +1,5 @@
-# make install | torch | parity | gemma | tokenizers | docs | demo | test | check | test-all | test-versions |
-# faults | lint | bench | bench-tpu | smoke | package | clean
+# make install | torch | parity | gemma | tokenizers | docs | demo | test | test-gpu | check | test-all |
+# test-versions | faults | lint | bench | bench-tpu | smoke | package | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -25,7 +25,7 @@ ANY_VERSION := tests/test_layer.py tests/heads/test_codebook.py \
   $(addprefix tests/ops/test_,codes.py groups.py sampling.py softmax.py) \
   tests/nnx/test_nnx.py::test_a_new_layer_has_the_variables_of_the_linen_layer
 
-.PHONY: install torch parity gemma tokenizers docs demo test check test-all test-versions faults lint bench bench-tpu smoke package clean
+.PHONY: install torch parity gemma tokenizers docs demo test test-gpu check test-all test-versions faults lint bench bench-tpu smoke package clean
 
 install: $(STAMP)
 
@@ -97,12 +97,24 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
+# The mathematics on a GPU, in two minutes: without the rounding of float32 products to TF32, and
+# without meshes of more devices than there are. Needs `pip install -e '.[gpu]'` in the environment.
+ON_GPU := $(addprefix tests/ops/test_,softmax.py softmax_options.py softmax_hard_cases.py \
+  reduced_loss.py distillation.py sparse_targets.py linear_decoding.py codes.py product.py) \
+  $(addprefix tests/heads/test_,dense.py codebook.py grouped.py product.py)
+
+test-gpu: $(STAMP)
+	VQJAX_TEST_GPU=1 JAX_DEFAULT_MATMUL_PRECISION=highest JAX_DISABLE_MOST_OPTIMIZATIONS=false \
+	  $(PY) -m pytest -m "not slow" -rs $(ON_GPU)
+
 # Every test once, the slow ones too: meshes, several processes, the studies' smoke runs;
-# and the mathematics as users' programs compute it, with this machine's vector instructions.
+# NNX in the tree mode that it will have by default; and the mathematics as users' programs compute
+# it, with this machine's vector instructions.
 check: $(STAMP)
 	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(TYPED) $(addprefix --ignore=,$(NUMERIC))
 	$(PYTEST) tests $(addprefix --ignore=,$(TYPED))
 	$(PYTEST) -m untyped $(TYPED)
+	NNX_GRAPH_MODE=false NNX_GRAPH_UPDATES=false $(PYTEST) -m "not slow" tests/nnx
 	$(OPTIMISED)=$(NATIVE) $(PYTEST) $(NUMERIC)
 
 # Before a release: also older vector instructions, further versions of Python, and the broken runs.

@@ -20,7 +20,8 @@ class Model(nnx.Module):
   def __init__(self, rngs: nnx.Rngs):
     self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs)
     self.body = nnx.Linear(DIM, DIM, rngs=rngs)
-    # Tied instead: vqjax.nnx.DenseHead(VOCAB, DIM, embedding=self.embed, rngs=rngs)
+    # Tied instead: vqjax.nnx.DenseHead(VOCAB, DIM, embedding=self.embed, rngs=rngs), and
+    # self.head.tied(self.embed).log_prob(...) below, which NNX's tree mode allows too.
     self.head = CodebookHead(VOCAB, DIM, codes=100, token_bias=True, rngs=rngs)
 
   def hidden(self, tokens):
@@ -33,7 +34,10 @@ class Model(nnx.Module):
 @nnx.jit
 def step(model, optimizer, tokens, targets):
   """One step of AdamW, which leaves the head's table of codes alone."""
-  loss, gradient = nnx.value_and_grad(Model.loss)(model, tokens, targets)
+  # By parts: in NNX's tree mode gradients are those of all arguments, and codes are integers.
+  graph, params, rest = nnx.split(model, nnx.Param, ...)
+  of_params = lambda params, rest: nnx.merge(graph, params, rest).loss(tokens, targets)
+  loss, gradient = nnx.value_and_grad(of_params)(params, rest)
   optimizer.update(model, gradient)
   return loss
 

@@ -48,6 +48,11 @@ def clipped_loss(policy, text, old, advantage):
   return -jnp.minimum(ratio * advantage[:, None], bound * advantage[:, None]).mean()
 
 
+def loss_of_parts(params, rest, graph, *args):
+  """The loss as a function of the parameters, for gradients in NNX's tree mode too."""
+  return clipped_loss(nnx.merge(graph, params, rest), *args)
+
+
 @nnx.jit
 def update(policy, optimizer, text):
   """Two steps of the optimizer on one batch of completions."""
@@ -56,7 +61,9 @@ def update(policy, optimizer, text):
   group = score.reshape(-1, GROUP)
   advantage = (group - group.mean(1, keepdims=True)) / (group.std(1, keepdims=True) + 1e-6)
   for _ in range(2):
-    gradient = nnx.grad(clipped_loss)(policy, text, old, advantage.reshape(-1))
+    graph, params, rest = nnx.split(policy, nnx.Param, ...)
+    gradient_of = nnx.grad(loss_of_parts)
+    gradient = gradient_of(params, rest, graph, text, old, advantage.reshape(-1))
     optimizer.update(policy, gradient)
   return score.mean()
 

@@ -308,37 +308,21 @@ def say(text: str) -> None:
   print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-def gradient_table(rows: Mapping[str, Any]) -> pd.DataFrame:
-  """What each head passes on; a row without a result has its label alone."""
-  per_cent = lambda value: f"{100 * value:.1f} %"
+def heads_table(rows: Mapping[str, Any]) -> pd.DataFrame:
+  """What each head passes on, and its ranks; a row without a result has its label alone."""
   shown = []
   for name, one in ROWS.items():
     shown.append({"head": one.label})
     if row := rows.get(name):
-      kept = row["kept"]
-      shown[-1] |= {
-        "parameters of the head": f"{row['parameters']:,}",
-        "perplexity": f"{row['perplexity']:.0f}",
-        "kept": per_cent(kept["mean"]),
-        "5th to 95th percentile": f"{per_cent(kept['p5'])} to {per_cent(kept['p95'])}",
-        "dimensions": str(row["dimensions"]),
-        "random directions": per_cent(row["random"]),
-        "gain": f"{row['gain']:.2f}",
-      }
-  return pd.DataFrame(shown)
-
-
-def rank_table(rows: Mapping[str, Any]) -> pd.DataFrame:
-  """Ranks of the matrices of log-probabilities; a row without a result has its label alone."""
-  shown = []
-  for name, one in ROWS.items():
-    shown.append({"head": one.label, "D + 1": str(one.dim + 1)})
-    if row := rows.get(name):
+      kept = {key: f"{100 * value:.1f}" for key, value in row["kept"].items()}
       is_above = row["rank"] >= row["sketch"]
       shown[-1] |= {
-        "numerical rank": f"≥ {row['sketch']}" if is_above else str(row["rank"]),
-        "99 % of the squares": str(row["rank_99"]),
         "perplexity": f"{row['perplexity']:.0f}",
+        "kept, %": kept["mean"],
+        "5th to 95th percentile": f"{kept['p5']} to {kept['p95']}",
+        "gain": f"{row['gain']:.2f}",
+        "rank": f"≥ {row['sketch']}" if is_above else str(row["rank"]),
+        "99 % of the squares": str(row["rank_99"]),
       }
   return pd.DataFrame(shown)
 
@@ -348,9 +332,8 @@ def update(path: pathlib.Path, result: Mapping[str, Any]) -> bool:
   rows = result["rows"]
   distinct = lambda key: ", ".join(sorted({str(r["provenance"][key]) for r in rows.values()}))
   origin = f"Commits {distinct('commit')}, on {distinct('device')}."
-  tables = {"gradient": gradient_table(rows), "rank": rank_table(rows)}
-  blocks = {name: study_page.markdown(table) for name, table in tables.items()}
-  return study_page.update_page(path, blocks | {"origin": origin})
+  blocks = {"heads": study_page.markdown(heads_table(rows)), "origin": origin}
+  return study_page.update_page(path, blocks)
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from vqjax.embeddings.compact import CompactEmbedding
-from vqjax.embeddings.compact_file import open_compact
+from vqjax.embeddings.table_file import open_table
 from vqjax.lab.training import checkpoint, log
 from vqjax.lab.training.step import TrainState, state_checksums
 from vqjax.lm import records
@@ -51,7 +51,7 @@ def token_cache(folder: pathlib.Path) -> tuple:
   return compared(lambda: read(True), lambda: read(False))
 
 
-def compact_file(folder: pathlib.Path) -> tuple:
+def table_file(folder: pathlib.Path) -> tuple:
   """A compact file of 50,257 tokens in 768 dimensions, opened and unpacked."""
   draw = np.random.default_rng(0)
   data = draw.integers(0, 256, 50_257 * 96, np.uint8)
@@ -60,7 +60,7 @@ def compact_file(folder: pathlib.Path) -> tuple:
   CompactEmbedding(data, values, **shape).save(folder / "x.safetensors")
 
   def read(check):
-    return open_compact(folder / "x.safetensors", verify=check)[np.arange(5000)]
+    return open_table(folder / "x.safetensors", verify=check)[np.arange(5000)]
 
   return compared(lambda: read(True), lambda: read(False))
 
@@ -135,7 +135,7 @@ def main() -> None:
   """Print a Markdown table."""
   logging.getLogger("absl").setLevel(logging.CRITICAL)
   print("| | with checks, s | without, s | difference |\n|---|---:|---:|---:|")
-  for measure in (token_cache, compact_file, save, restore, rows):
+  for measure in (token_cache, table_file, save, restore, rows):
     with tempfile.TemporaryDirectory() as name:
       (pathlib.Path(name) / "saved").mkdir()
       (pathlib.Path(name) / "restored").mkdir()

@@ -43,8 +43,8 @@ from vqjax.lab import exits
 from vqjax.lab.training.provenance import provenance
 from vqjax.lm import checkpoints, records
 from vqjax.lm.compression.calibration import SEED, collect
+from vqjax.lm.compression.decoder_tables import DecoderTables
 from vqjax.lm.compression.judging import Reference, with_tables
-from vqjax.lm.compression.search import Compression, search
 from vqjax.lm.generation import GREEDY, generate, unstacked
 from vqjax.lm.sources.readers import Tensor
 from vqjax.lm.texts import TextWindows, data_path, encode_text, text_windows
@@ -53,6 +53,7 @@ from vqjax.tables import Moments, PackedTable, container, ideal_bits, pack, unit
 from vqjax.tables.coded import BIT, SMOOTHING, probabilities, row_group_steps
 from vqjax.tables.moments import SHRINKAGE
 from vqjax.tables.packing import ROW_GROUPS
+from vqjax.tables.search import search
 
 SIZES = (65, 50, 45, 30)
 """Megabytes of the table."""
@@ -229,10 +230,10 @@ def _bytes_of(*arrays: np.ndarray) -> list[memoryview]:
   return [memoryview(np.ascontiguousarray(array)).cast("B") for array in arrays]
 
 
-def table_identity(compression: Compression) -> str:
+def table_identity(compression: DecoderTables) -> str:
   """A checksum of what a compressed table is made of: the table, the moments and the version."""
-  moments = compression.moments["embedding"]
-  arrays = [compression.tables["embedding"], moments.hidden, moments.counts]
+  moments = compression.made.moments["embedding"]
+  arrays = [compression.made.tables["embedding"], moments.hidden, moments.counts]
   if moments.inputs is not None:
     arrays.append(moments.inputs)
   facts = container.FORMAT, container.VERSION, SHRINKAGE, SMOOTHING, BIT, moments.tokens
@@ -335,7 +336,7 @@ def main() -> int:
     say(f"calibration took {time.monotonic() - begun:.0f} s")
   # As they are in the file, also in the call that wrote it.
   moments = Moments.load(kept)
-  compression = Compression(model, variables, moments)
+  compression = DecoderTables(model, variables, moments)
   made_by = provenance()
   if options.ideal:
     found = {"sizes": beside_ideal(options, compression, say), "provenance": made_by}
@@ -379,23 +380,23 @@ def result_settings(moments: Moments, counts: np.ndarray) -> dict[str, Any]:
   }
 
 
-def kept_table(work: pathlib.Path, compression: Compression, size: float):
+def kept_table(work: pathlib.Path, compression: DecoderTables, size: float):
   """What is known of the table of a size; None if it is of other moments or another version."""
   known = records.read(work / f"table-{size:g}.json", _Table)
   same = known is not None and known.get("identity") == table_identity(compression)
   return known if same else None
 
 
-def with_coded_table(options, compression: Compression, size: float):
+def with_coded_table(options, compression: DecoderTables, size: float):
   """What is known of the table of a size, and the variables of the model with it."""
   known = kept_table(options.work, compression, size)
   if known is not None:
-    return known, compression.variables_of(compression.tables_at(known["step"]))
+    return known, compression.variables_of(compression.made.tables_at(known["step"]))
   begun, most = time.monotonic(), int(size * 1e6)
   point = lambda step: compression.point(step, None)
-  step = search(point, size=most, limits=compression.limits)[0].step
+  step = search(point, size=most, limits=compression.made.limits)[0].step
   searched = time.monotonic()
-  step, made, coded = compression.coded(step, most)
+  step, made, coded = compression.made.coded(step, most)
   encoded = time.monotonic()
   parts = coded["embedding"]
   container.CompressedTable(parts).levels()
@@ -414,7 +415,7 @@ def with_coded_table(options, compression: Compression, size: float):
   return table, compression.variables_of(made)
 
 
-def with_packed_table(options, compression: Compression, size: float):
+def with_packed_table(options, compression: DecoderTables, size: float):
   """What is known of the packed table of a size, and the variables of the model with its rows."""
   made, seconds = packed_table(options, compression, size)
   layer, _ = made.embedding(param_dtype=jnp.float16)
@@ -423,10 +424,10 @@ def with_packed_table(options, compression: Compression, size: float):
   return known, with_tables(compression.variables, {"embedding": made.table()})
 
 
-def packed_table(options, compression: Compression, size: float) -> tuple[PackedTable, float]:
+def packed_table(options, compression: DecoderTables, size: float) -> tuple[PackedTable, float]:
   """The packed table of a size, and the seconds that it took; the first call makes it."""
   path = options.work / f"packed-{size:g}.npz"
-  table, moments = compression.tables["embedding"], compression.moments["embedding"]
+  table, moments = compression.made.tables["embedding"], compression.made.moments["embedding"]
   identity = table_identity(compression)
   fields = _read_arrays(path)
   if str(fields.get("identity")) != identity:
@@ -459,11 +460,11 @@ IN_MEMORY = 95.0
 """Megabytes of the packed table that is timed."""
 
 
-def generation_speed(options, compression: Compression, tokenizer, say) -> dict[str, Any]:
+def generation_speed(options, compression: DecoderTables, tokenizer, say) -> dict[str, Any]:
   """Tokens a second of greedy generation, medians of rounds in which each way has its turn."""
   model, variables = compression.model, compression.variables
   known = with_coded_table(options, compression, options.sizes[0])[0]
-  rows = compression.tables_at(known["step"])["embedding"].table()
+  rows = compression.made.tables_at(known["step"])["embedding"].table()
   dense = Tensor(rows.shape, "F32", rows.nbytes, rows.__getitem__)
   bits = packed_table(options, compression, IN_MEMORY)[0]
   # On the device, as the others are: NumPy's rows would be copied there in every call.
@@ -511,7 +512,7 @@ def generation_speed(options, compression: Compression, tokenizer, say) -> dict[
   return {"ways": found, "settings": settings}
 
 
-def beside_ideal(options, compression: Compression, say) -> dict[str, dict[str, Any]]:
+def beside_ideal(options, compression: DecoderTables, say) -> dict[str, dict[str, Any]]:
   """Bytes of the tables that are kept, and those of an ideal coder of integers and row groups."""
   found = {}
   for size in options.sizes:
@@ -519,7 +520,7 @@ def beside_ideal(options, compression: Compression, say) -> dict[str, dict[str, 
     if known is None:
       say(f"{size:g} MB: no table of this calibration is kept; call without --ideal first")
       continue
-    made = compression.tables_at(known["step"])["embedding"]
+    made = compression.made.tables_at(known["step"])["embedding"]
     share = np.bincount(made.row_group) / len(made.levels)
     bits = ideal_bits(made).sum() - len(made.levels) * (share * np.log2(share)).sum()
     # What no coder of the integers could leave out: the transform and the mean row.

@@ -60,6 +60,30 @@ if os.environ.get("VQJAX_RUNTIME_TYPES"):
   )
 
 
+# `make test-gpu`: tests of one device run on a GPU, and none where there is no GPU.
+ON_GPU = bool(os.environ.get("VQJAX_TEST_GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _enough_gpus(request, monkeypatch):
+  """Skips a test on a mesh of more GPUs than there are."""
+  if not ON_GPU:
+    return
+
+  def or_skipped(make_mesh):
+    def made(*args, **options):
+      try:
+        return make_mesh(*args, **options)
+      except ValueError as error:
+        pytest.skip(f"the mesh needs more GPUs than {len(jax.devices())}: {error}")
+
+    return made
+
+  for module in (jax, request.module):
+    if hasattr(module, "make_mesh"):
+      monkeypatch.setattr(module, "make_mesh", or_skipped(module.make_mesh))
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` says
 def pytest_collection_modifyitems(items):
   """Marks the cases of a test as slow, except for as many as its mark `fast_cases` says.
@@ -68,6 +92,9 @@ def pytest_collection_modifyitems(items):
   """
   if os.environ.get("VQJAX_RUNTIME_TYPES"):
     items[:] = [item for item in items if not item.get_closest_marker("untyped")]
+  if ON_GPU and jax.default_backend() != "gpu":
+    for item in items:
+      item.add_marker(pytest.mark.skip(f"JAX sees no GPU here, but {jax.default_backend()}"))
   cases = {}
   for item in items:
     if item.get_closest_marker("fast_cases") and not item.get_closest_marker("slow"):

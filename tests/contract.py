@@ -22,7 +22,8 @@ from tests.contract_on_meshes import (
   as_float64,
   mesh_cases,
 )
-from tests.jitted import results
+from tests.jitted import abstract_variables, results
+from vqjax import assign
 from vqjax import nnx as layers
 from vqjax.ops import sampling
 
@@ -222,6 +223,23 @@ class OneDeviceContract:
     assert not np.any(of_hidden[~known])
 
   @costly
+  def test_log_prob_leaves_out_what_loss_terms_does(self, run, variables, hidden, tokens):
+    tokens[1, 2:], tokens[2, 0] = -100, self.vocab
+    known = (tokens >= 0) & (tokens < self.vocab)
+    hidden = np.where(known[..., None], hidden, np.nan).astype(np.float32)
+
+    def loss(params, hidden, method):
+      given, options = variables | {"params": params}, {"mask": tokens < self.vocab}
+      found = run.head.apply(given, hidden, tokens, ignore_index=-100, method=method, **options)
+      return -(found if method == "log_prob" else found[0]).sum()
+
+    both = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
+    found, expected = (
+      jax.device_get(both(variables["params"], hidden, name)) for name in ("log_prob", "loss_terms")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+
+  @costly
   def test_the_share_of_the_gradient_is_that_of_a_float64_projection(
     self, run, head, variables, hidden, tokens
   ):
@@ -247,6 +265,21 @@ class OneDeviceContract:
     both = jax.value_and_grad(loss, (0, 2))
     largest = reference.largest_value(both, variables["params"], rest, hidden, tokens)
     assert largest < rows * vocab / 4
+
+  @costly
+  def test_all_products_have_the_precision_of_the_head(self, case, hidden, tokens):
+    head = self.cases[case](self.vocab, self.dim).clone(precision="highest")
+    variables = abstract_variables(head)
+
+    def run(variables, hidden):
+      # The rules of a gradient are traced after the call, which a compiled function shows.
+      call = jax.jit(head.apply, static_argnames="method")
+      loss = lambda v, h: call(v, h, tokens, method="loss_terms")[0].sum()
+      gradients = jax.grad(loss, (0, 1), allow_int=True)(variables, hidden)
+      return gradients, call(variables, hidden, method="logits")
+
+    found = reference.precisions_of(run, variables, hidden)
+    assert found <= {(jax.lax.Precision.HIGHEST,) * 2}
 
   @costly
   @pytest.mark.parametrize("vocab", [9001])
@@ -336,6 +369,26 @@ class OneDeviceContract:
     axes = head.logical_axes()
     ranks = jax.tree.map(lambda x: x.ndim, variables)
     assert jax.tree.map(len, axes, is_leaf=lambda x: isinstance(x, tuple)) == ranks
+
+  @costly
+  def test_a_text_gives_the_first_distribution_of_a_head(self, head, variables):
+    ids = np.random.default_rng(0).zipf(1.3, 3000) % self.vocab
+    text = assign.TextStats.of(ids, self.vocab)
+    begun = head.started_from(text)
+    assert begun == head.started_from(text)
+    assert hash(begun) == hash(head.started_from(text))
+    if begun is head:
+      return
+    # The same words as codes, orders and rows of zeros leave: what biases alone give.
+    fresh = begun.init(jax.random.key(0), np.zeros((1, self.dim), np.float32))
+    given = {"params": variables["params"] | fresh["params"]}
+    logits = begun.apply({**variables, **fresh, **given}, np.zeros(self.dim, np.float32))
+    log_prob = reference.log_softmax(np.float64(logits))
+    frequency = text.counts / text.counts.sum()
+    has_bias = getattr(head, "use_bias", False) or getattr(head, "token_bias", False)
+    if has_bias and all(getattr(head, name, None) is None for name in ("softcap", "output")):
+      np.testing.assert_allclose(np.exp(log_prob), frequency, atol=2e-3)
+    assert -(frequency * log_prob).sum() < np.log(self.vocab) + 0.5
 
   @costly
   def test_the_nnx_layer_computes_the_same(self, head, variables, hidden, tokens, expected):

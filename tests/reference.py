@@ -1,9 +1,13 @@
 """References of the tests in float64 NumPy, and the values that a traced program makes."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from vqjax.ops import device
 
 
 def _compiles_float16() -> bool:
@@ -72,9 +76,9 @@ def linear_gradients(hidden, weight, tokens, cotangent, bias=None):
 
 
 def linear_softmax(hidden, weight, bias, tokens, kept, softcap=None, k=0, temperature=1) -> tuple:
-  """(log_prob, log_z, entropy, mean_log_prob, top_log_probs) over the rows `kept`, in jax.numpy.
+  """(log_prob, log_z, entropy, mean_log_prob, top_log_probs, collision) over the rows `kept`.
 
-  All scores at once, in the precision of the arguments, to be differentiated.
+  All scores at once, in jax.numpy and the precision of the arguments, to be differentiated.
   """
   scores = hidden @ weight[kept].T + (0.0 if bias is None else bias[kept])
   scores = (softcap * jnp.tanh(scores / softcap) if softcap else scores) / temperature
@@ -85,7 +89,8 @@ def linear_softmax(hidden, weight, bias, tokens, kept, softcap=None, k=0, temper
   )[..., 0]
   top = jax.lax.top_k(log_prob, min(k, len(kept)))[0]
   top = jnp.pad(top, [(0, 0)] * (top.ndim - 1) + [(0, k - top.shape[-1])], constant_values=-jnp.inf)
-  return own, log_z, -(jnp.exp(log_prob) * log_prob).sum(-1), log_prob.mean(-1), top
+  entropy, collision = -(jnp.exp(log_prob) * log_prob).sum(-1), jnp.exp(2 * log_prob).sum(-1)
+  return own, log_z, entropy, log_prob.mean(-1), top, collision
 
 
 def gradient_share(logits, hidden, tokens) -> tuple:
@@ -109,8 +114,7 @@ def gradient_share(logits, hidden, tokens) -> tuple:
 
 def largest_value(function, *args) -> int:
   """Elements of the largest array that the traced program makes, inputs and outputs apart."""
-  jaxpr = jax.make_jaxpr(function)(*args)
-  return max(_sizes(jaxpr.jaxpr), default=0)
+  return max((math.prod(shape) for shape, _ in values_of(function, *args)), default=0)
 
 
 def shapes_of(function, *args) -> set:
@@ -124,13 +128,18 @@ def products_of(function, *args) -> list:
   return [e.outvars[0].aval.shape for e in equations if e.primitive.name == "dot_general"]
 
 
+def precisions_of(function, *args) -> set:
+  """Precisions of the matrix products in the traced program."""
+  equations = _equations(jax.make_jaxpr(function)(*args).jaxpr)
+  return {e.params["precision"] for e in equations if "dot_general" in e.primitive.name}
+
+
 def values_of(function, *args) -> set:
   """(shape, dtype) of all values that the traced program makes."""
-  return set(_values(jax.make_jaxpr(function)(*args).jaxpr))
-
-
-def _sizes(jaxpr):
-  return [int(np.prod(shape, dtype=np.int64)) for shape, _ in _values(jaxpr)]
+  # A tile of a GPU holds all scores of any size that a test may have.
+  limits = device.of("cpu") if device.current() == device.of("gpu") else device.current()
+  with device.using(limits):
+    return set(_values(jax.make_jaxpr(function)(*args).jaxpr))
 
 
 def _values(jaxpr):

@@ -71,7 +71,23 @@ MISTAKES = {
   ),
   "a [D, V] array for a weight": (
     lambda: DenseHead(V, D, weight_init=WEIGHT.T).init(KEY, HIDDEN),
-    r"a given array must have shape \(31, 8\); got \(8, 31\)",
+    r"a given array must have shape \(31, 8\); got \(8, 31\). Transpose it",
+  ),
+  "a [D, V] kernel for a variable": (
+    lambda: HEAD.apply({"params": {"weight": WEIGHT.T}}, HIDDEN),
+    r"`weight` must have shape \(31, 8\); got \(8, 31\). Transpose it",
+  ),
+  "a [D, V] kernel for an NNX layer": (
+    lambda: vqjax_nnx.from_linen(HEAD, {"params": {"weight": WEIGHT.T}}),
+    r"params/weight' of shape \(31, 8\); got \(8, 31\). Transpose it",
+  ),
+  "a [D, V] kernel of a student": (
+    lambda: linear_divergence(HIDDEN, WEIGHT.T, HIDDEN, WEIGHT),
+    r"`weight` must be \[V, 8\] .*columns",
+  ),
+  "a mask of floats for log_prob": (
+    lambda: HEAD.apply(VARIABLES, HIDDEN, TOKENS, mask=jnp.ones(4), method="log_prob"),
+    "`mask` must be bool .* got float32",
   ),
   "a seed for a key": (lambda: call("sample", HIDDEN, 0), r"`key` .* got 0. Use jax.random.key"),
   "a number of tokens in floats": (lambda: call("top_k", HIDDEN, 3.0), "`k` .* got 3.0"),

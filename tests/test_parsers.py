@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from experiments.studies.grouped import judge
 from vqjax.embeddings.compact import CompactEmbedding
-from vqjax.embeddings.compact_file import open_compact
+from vqjax.embeddings.table_file import open_table
 from vqjax.lab import config
 from vqjax.lab.data import BPETokenizer, SentencePieceTokenizer, WordTokenizer
 from vqjax.lab.training.run_folder import Config, MetricsRow, Result
@@ -104,17 +104,17 @@ def compact(tmp_path_factory):
 
 @many
 @given(st.data())
-def test_compact_files(compact, data):
+def test_table_files(compact, data):
   path, whole = compact
   at = data.draw(st.integers(0, len(whole)))
   length = data.draw(st.integers(0, 40))
   damaged = whole[:at] + data.draw(st.binary(max_size=40)) + whole[at + length :]
   other = path.with_name("damaged.safetensors")
   other.write_bytes(damaged)
-  found, message = result(open_compact, other)
+  found, message = result(open_table, other)
   if message is None:
     path.write_bytes(whole)
-    np.testing.assert_array_equal(found[np.arange(10)], open_compact(path)[np.arange(10)])
+    np.testing.assert_array_equal(found[np.arange(10)], open_table(path)[np.arange(10)])
   else:
     assert str(other) in message
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from vqjax import DenseEmbedding, Head
-from vqjax.embeddings import compact_file
+from vqjax.embeddings import table_file
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Text, Windows, WordTokenizer
 from vqjax.lab.training import Interrupted, fit, loop
@@ -121,4 +121,4 @@ def with_new_checksum(path):
   whole = path.read_bytes()
   before = whole[: whole.index(b'"checksum":"') + 12]
   after = whole[len(before) + 8 :]
-  path.write_bytes(before + compact_file.compact_checksum(path).encode() + after)
+  path.write_bytes(before + table_file.table_checksum(path).encode() + after)

@@ -8,11 +8,8 @@ from . import ops as ops
 from . import quantizers as quantizers
 from . import sharding as sharding
 from . import tables as tables
+from . import torch as torch
 from . import types as types
-from .convert import Clusters as Clusters
-from .convert import Product as Product
-from .convert import Scalar as Scalar
-from .convert import compress as compress
 from .embeddings import CodebookEmbedding as CodebookEmbedding
 from .embeddings import CompactEmbedding as CompactEmbedding
 from .embeddings import ComposedEmbedding as ComposedEmbedding
@@ -43,6 +40,7 @@ from .heads import ProductHead as ProductHead
 from .heads import ResidualCodebookHead as ResidualCodebookHead
 from .heads import RoutedHead as RoutedHead
 from .heads import SampledSoftmaxHead as SampledSoftmaxHead
+from .heads import SigmoidCap as SigmoidCap
 from .heads import SigSoftmax as SigSoftmax
 from .heads import UnigramBias as UnigramBias
 from .heads import UnigramProposal as UnigramProposal
@@ -66,4 +64,13 @@ from .quantizers import EncoderQuantizer as EncoderQuantizer
 from .quantizers import FreeQuantizer as FreeQuantizer
 from .quantizers import Quantizer as Quantizer
 from .quantizers import SoftmaxQuantizer as SoftmaxQuantizer
+from .tables import Clusters as Clusters
+from .tables import Int8 as Int8
+from .tables import Integers as Integers
+from .tables import Packed as Packed
+from .tables import Product as Product
+from .tables import Scalar as Scalar
+from .tables import SmallTable as SmallTable
+from .tables import compress as compress
 from .types import Size as Size
+from .variables import optimizer_labels as optimizer_labels

@@ -24,6 +24,7 @@ COMMANDS = {
   "generate": "continue prompts with a pretrained model or that of a run",
   "compress": "write a pretrained model with tables of entropy-coded integers",
   "export": "write quantised vocabulary tables for llama.cpp or transformers",
+  "grow": "add tokens to a pretrained model",
   "trim": "remove the tokens of a pretrained model that a text does not use",
   "lens": "show what a model would predict after each of its blocks",
   "score": "print the nats a token and a byte of a text",

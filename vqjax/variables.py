@@ -22,7 +22,7 @@ from jaxtyping import Array, ArrayLike
 from vqjax.assign.checks import Given
 from vqjax.types import Dtype
 
-__all__ = []
+__all__ = ["optimizer_labels"]
 
 # A function (key, shape, dtype) -> array, as in `jax.nn.initializers`, or the array itself.
 Initializer = initializers.Initializer | np.ndarray | Array
@@ -81,16 +81,30 @@ class Variable:
     if isinstance(self.init, Given):
       object.__setattr__(self, "init", functools.partial(_given, self.init.table))
 
+  @property
+  def is_known(self) -> bool:
+    """Whether the value follows from the declaration: a given array, or a table of codes."""
+    is_given = isinstance(self.init, functools.partial) and self.init.func is _given
+    return is_given or self.collection == "codes"
+
 
 def _given(table, key, shape, dtype):
   """A given array as an initialiser."""
   del key
   if np.shape(table) != shape:
+    remedy = "Give a row for each token, in the order of the token ids."
     raise ValueError(
-      f"a given array must have shape {shape}; got {np.shape(table)}. Give a row for each token, in"
-      " the order of the token ids."
+      f"a given array must have shape {shape}; got {np.shape(table)}. "
+      + shape_remedy(shape, np.shape(table), remedy)
     )
   return jnp.asarray(table, dtype)
+
+
+def shape_remedy(shape: tuple[int, ...], given: tuple[int, ...], remedy: str) -> str:
+  """What to do about a wrong shape: a kernel [D, V] of a dense layer is transposed."""
+  if len(shape) == 2 and given == shape[::-1] != shape:
+    return "Transpose it: layers have a row for each token, [V, D], and kernels are [D, V]."
+  return remedy
 
 
 def integer_variable(
@@ -141,6 +155,22 @@ def count_and_bytes(declaration: Declaration) -> tuple[int, int]:
   return params, sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
+def known_values(declaration: Declaration) -> dict[str, dict[str, Any]]:
+  """The values that need no key, of given arrays and tables of codes, as trees by collection."""
+  trees: dict[str, dict[str, Any]] = {}
+  for name, part in declaration.items():
+    if isinstance(part, Variable):
+      if part.is_known:
+        source = trees.get(part.collection, {}).get(part.source)
+        made = part.init(source, part.shape, part.dtype)
+        trees.setdefault(part.collection, {})[name] = made
+      continue
+    nested = part if isinstance(part, Mapping) else part.declare()
+    for collection, tree in known_values(nested).items():
+      trees.setdefault(collection, {})[name] = tree
+  return trees
+
+
 def by_collection(declaration: Declaration, arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   """Arrays by the names of their variables, as trees by collection."""
   trees: dict[str, dict[str, Any]] = {}
@@ -159,3 +189,39 @@ def _by_collection(declaration: Declaration, leaf: Callable[[Variable], Any]) ->
     for collection, tree in _by_collection(nested, leaf).items():
       trees.setdefault(collection, {})[name] = tree
   return trees
+
+
+VECTORS = frozenset({"bias", "token_bias", "group_bias", "slot_bias", "scale", "shift"})
+"""Names of what is added or multiplied, whatever its axes: blocks that are scanned stack it."""
+
+
+def optimizer_labels(params: Any) -> Any:
+  """What each parameter is to an optimiser: "matrix", "table", "vector" or "codes".
+
+  Muon is for matrices alone: arrays that are called `kernel`, as in Flax's layers, which multiply
+  hidden vectors. A "table" has a row for each token, code or group, of which a step may read few;
+  Adam is for tables and for vectors: biases, gains and offsets. "codes" are integers, which no
+  optimiser trains. `optax` takes this function where it takes labels, and masks follow from it:
+
+    rules = {"matrix": optax.contrib.muon(2e-2), "table": adam(3e-3), "vector": adam(3e-3)}
+    optimizer = optax.multi_transform(rules, vqjax.optimizer_labels)
+    decayed = lambda params: jax.tree.map("matrix".__eq__, vqjax.optimizer_labels(params))
+
+  Args:
+    params: parameters or variables of any model, a tree of Flax, or an `nnx.State`.
+
+  Returns:
+    A tree of the same structure with a label for each array.
+  """
+
+  def label(path, array):
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+      return "codes"
+    names = [str(part.key) for part in path if hasattr(part, "key")]
+    # `token_bias_array` is the name that an NNX layer has for `token_bias`.
+    name = names[-1].removesuffix("_array") if names else ""
+    if array.ndim < 2 or name in VECTORS:
+      return "vector"
+    return "matrix" if name == "kernel" else "table"
+
+  return jax.tree.map_with_path(label, params)

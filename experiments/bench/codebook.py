@@ -13,16 +13,7 @@ from jax import lax
 from experiments.bench import measure
 from experiments.bench.losses import LossShape
 from experiments.bench.measure import Call, Timed, compare_within
-from vqjax import (
-  AdaptiveHead,
-  CodebookHead,
-  DenseHead,
-  GroupedHead,
-  Head,
-  LowRankHead,
-  ProductHead,
-  assign,
-)
+from vqjax import AdaptiveHead, CodebookHead, DenseHead, Head, LowRankHead, assign
 from vqjax.lab.training.provenance import device
 
 FULL = "full, in slices"
@@ -40,18 +31,12 @@ class CodebookSizes(NamedTuple):
     codes: codes of the codebooks; the first is also computed by gathering.
     cutoffs: cutoffs of the adaptive softmax.
     rank: rank of the low-rank head.
-    product: codes and subspaces of the product head.
-    batches: rows of a decoding step.
-    best: numbers of best tokens in decoding.
   """
 
   shape: LossShape
   codes: tuple[int, ...]
   cutoffs: tuple[int, ...]
   rank: int
-  product: tuple[int, int]
-  batches: tuple[int, ...]
-  best: tuple[int, ...]
 
 
 PAPER = CodebookSizes(
@@ -59,29 +44,22 @@ PAPER = CodebookSizes(
   codes=(1024, 2048, 4096),
   cutoffs=(20_000, 80_000),
   rank=512,
-  product=(256, 96),
-  batches=(1, 64),
-  best=(1, 50),
 )
 """The sizes of Table 3: 32 sequences of 512 tokens of WikiText-103."""
-QUICK = CodebookSizes(LossShape(32, 16, 512), (16, 32), (40, 160), 8, (16, 4), (2,), (3,))
+QUICK = CodebookSizes(LossShape(32, 16, 512), (16, 32), (40, 160), 8)
 SECONDS_PER_TOKEN = 15 / 16384
 """Seconds that the calls of a program may take after the first, for each token of the batch."""
-DECODING_SECONDS = 3.0
-"""Seconds that the calls of a decoding step may take after the first."""
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
-  """Time log-probabilities, training and decoding, relative to a full softmax.
+  """Time log-probabilities and training, relative to a full softmax.
 
   At the sizes of Table 3 materialised logits would take 17.5 GB and more for their softmax, so the
   full softmax takes a slice of the tokens at a time, as the paper's gather does.
   """
   sizes = QUICK if quick else PAPER
   figures = {"sizes": sizes._asdict() | {"shape": sizes.shape._asdict()}}
-  figures |= batches(sizes, 0.0 if quick else SECONDS_PER_TOKEN * sizes.shape.tokens)
-  yield figures
-  yield figures | {"decoding": decoding_steps(sizes, 0.0 if quick else DECODING_SECONDS)}
+  yield figures | batches(sizes, 0.0 if quick else SECONDS_PER_TOKEN * sizes.shape.tokens)
 
 
 def batches(sizes: CodebookSizes, seconds: float) -> dict[str, dict]:
@@ -155,39 +133,6 @@ def _differences(timed: dict[str, Timed], sizes: CodebookSizes) -> dict[str, flo
   return found
 
 
-def decoding_steps(sizes: CodebookSizes, seconds: float) -> dict[str, dict]:
-  """Print and return the cost of a decoding step, relative to the dense head."""
-  heads = decoders(sizes)
-  variables = variables_of(list(heads.values()))
-  return {
-    f"batch {rows}": _decoding_of(rows, heads, variables, sizes, seconds) for rows in sizes.batches
-  }
-
-
-def _decoding_of(rows, heads, variables, sizes, seconds):
-  programs = {
-    (name, step): program
-    for name, head in heads.items()
-    for step, program in decoding_programs(head, variables[head], rows, sizes.best).items()
-  }
-  measure.say(f"batch {rows}: {len(programs)} programs of at most {seconds:.0f} s each")
-  timed = compare_within(programs, seconds, log=lambda _: None)
-  steps = list(dict.fromkeys(step for _, step in timed))
-  dense = next(iter(heads))
-  found = {
-    name: {step: _measured(timed[name, step], timed[dense, step]) for step in steps}
-    for name in heads
-  }
-  cell = lambda one: f"{one['seconds'] * 1e3:.4g} ({one['times_faster']:.3g}x)"
-  measure.show_rows(
-    f"ms of a decoding step and times faster, batch {rows}, D={sizes.shape.dim}"
-    f" V={sizes.shape.vocab} float32, {device()}",
-    ("", *steps),
-    [[name, *(cell(one[step]) for step in steps)] for name, one in found.items()],
-  )
-  return found
-
-
 class ScoredHead(NamedTuple):
   """A head and the computation of its log-probabilities.
 
@@ -223,22 +168,6 @@ def contenders(sizes: CodebookSizes) -> dict[str, ScoredHead]:
 def codebook_name(codes: int) -> str:
   """Label of a codebook whose normaliser is computed over its codes."""
   return f"codebook K={codes}"
-
-
-def decoders(sizes: CodebookSizes) -> dict[str, Head]:
-  """The heads whose decoding is timed; the dense head comes first."""
-  vocab, dim = sizes.shape.vocab, sizes.shape.dim
-  codes, (sub_codes, subspaces) = sizes.codes[0], sizes.product
-  codebook = lambda bias: CodebookHead(vocab, dim, codes, assign.Random(), token_bias=bias)
-  return {
-    "dense": DenseHead(vocab, dim),
-    codebook_name(codes): codebook(False),
-    f"{codebook_name(codes)} + bias": codebook(True),
-    "adaptive": AdaptiveHead(vocab, dim, sizes.cutoffs),
-    f"low rank {sizes.rank}": LowRankHead(vocab, dim, sizes.rank),
-    f"product K={sub_codes} M={subspaces}": ProductHead(vocab, dim, sub_codes, subspaces),
-    "grouped": GroupedHead(vocab, dim),
-  }
 
 
 def variables_of(heads: list[Head]) -> dict[Head, dict]:
@@ -307,19 +236,6 @@ def training_program(
     return total, (d_params, d_hidden.reshape(hidden.shape))
 
   return in_slices if one.sliced else gradient, (params, hidden, tables, tokens)
-
-
-def decoding_programs(
-  head: Head, variables: dict, rows: int, ks: tuple[int, ...]
-) -> dict[str, Call]:
-  """Programs of a decoding step: a sample at temperature 1, and the best k."""
-  hidden = jax.random.normal(jax.random.key(0), (rows, head.dim))
-  draw = lambda v, h, key: head.apply(v, h, key, method="sample")
-  best = lambda k: lambda v, h: head.apply(v, h, k, method="top_k")
-  return {
-    "sample": (draw, (variables, hidden, jax.random.key(1))),
-    **{f"top {k}": (best(k), (variables, hidden)) for k in ks},
-  }
 
 
 def weight_bytes(head: Head) -> int:

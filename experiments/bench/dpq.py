@@ -19,7 +19,7 @@ from experiments.plan.isolated import isolated
 from experiments.studies.dpq.rows import centroids, full, softmax
 from experiments.studies.dpq.settings import CodeSize, DPQSetting
 from vqjax import CompactEmbedding, DPQEmbedding, Embedding, SoftmaxQuantizer
-from vqjax.embeddings.compact_file import open_compact
+from vqjax.embeddings.table_file import open_table
 from vqjax.lab.config import with_vocab
 from vqjax.lab.data import PennTreebank
 from vqjax.lab.report.units import MISSING
@@ -200,4 +200,4 @@ def _part(count: int | None, whole: int) -> str:
 
 def _read(path: str, vocab: int) -> dict[str, float]:
   tokens = np.random.default_rng(0).integers(0, vocab, 100)
-  return process_cost(lambda: open_compact(path)[tokens])
+  return process_cost(lambda: open_table(path)[tokens])

@@ -168,6 +168,11 @@ def process_cost(call: Callable[[], object]) -> dict[str, float | None]:
   }
 
 
+def peak_resident_bytes() -> int:
+  """Largest resident memory of this process so far, on Linux."""
+  return _status("VmHWM")
+
+
 def _status(name: str) -> int:
   """Bytes of VmRSS (resident now) or VmHWM (peak since the reset)."""
   text = pathlib.Path("/proc/self/status").read_text()

@@ -7,6 +7,7 @@ from typing import Any
 import lazy_loader
 
 # Imported at first use: the GPU benchmark also runs where the lab's packages are not installed.
+catalogues = lazy_loader.load("experiments.bench.catalogues", suppress_warning=True)
 codebook = lazy_loader.load("experiments.bench.codebook", suppress_warning=True)
 compared = lazy_loader.load("experiments.bench.compared", suppress_warning=True)
 decoding = lazy_loader.load("experiments.bench.decoding", suppress_warning=True)
@@ -14,12 +15,14 @@ dpq = lazy_loader.load("experiments.bench.dpq", suppress_warning=True)
 gemma = lazy_loader.load("experiments.bench.gemma", suppress_warning=True)
 generation = lazy_loader.load("experiments.bench.generation", suppress_warning=True)
 gpu = lazy_loader.load("experiments.bench.gpu", suppress_warning=True)
+gradients = lazy_loader.load("experiments.bench.gradients", suppress_warning=True)
 grouped = lazy_loader.load("experiments.bench.grouped", suppress_warning=True)
 heads = lazy_loader.load("experiments.bench.heads", suppress_warning=True)
 kmeans = lazy_loader.load("experiments.bench.kmeans", suppress_warning=True)
 loop = lazy_loader.load("experiments.bench.loop", suppress_warning=True)
 medusa = lazy_loader.load("experiments.bench.medusa", suppress_warning=True)
 softmax = lazy_loader.load("experiments.bench.softmax", suppress_warning=True)
+starts = lazy_loader.load("experiments.bench.starts", suppress_warning=True)
 speculation = lazy_loader.load("experiments.bench.speculation", suppress_warning=True)
 
 
@@ -54,17 +57,25 @@ BENCHMARKS = {
     lambda quick: softmax.memory(quick),
     is_default=True,
   ),
+  "gradients": Benchmark(
+    "gradients of nearly certain tokens against float64, as each kind of device computes them",
+    lambda quick: gradients.run(quick),
+  ),
   "heads": Benchmark(
     "compressed heads against a dense softmax", lambda quick: heads.run(quick), is_default=True
   ),
   "loop": Benchmark(
     "the training loop against its bare step", lambda quick: loop.run(quick), is_default=True
   ),
+  "starts": Benchmark(
+    "nats of heads that begin at the default, at frequencies and at a text; ten minutes",
+    lambda quick: starts.run(quick),
+  ),
   "kmeans": Benchmark(
     "k-means against scikit-learn's Lloyd, half an hour", lambda quick: kmeans.run(quick)
   ),
   "codebook": Benchmark(
-    "heads at the sizes of VQ-Logits' Table 3: log-probabilities, training, decoding; half an hour",
+    "heads at the sizes of VQ-Logits' Table 3: log-probabilities and training; half an hour",
     lambda quick: codebook.run(quick),
   ),
   "decoding": Benchmark(
@@ -102,6 +113,10 @@ BENCHMARKS = {
   "medusa": Benchmark(
     "tokens a pass of Gemma 3 270M with Medusa's blocks trained on stories; twenty minutes",
     lambda quick: medusa.run(quick),
+  ),
+  "catalogues": Benchmark(
+    "memory of every head for a million items with Zipf counts; a quarter of an hour",
+    lambda quick: catalogues.run(quick),
   ),
   "dpq": Benchmark(
     "DPQ: training steps over K and M, lookup, export; a quarter of an hour",

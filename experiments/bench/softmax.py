@@ -12,7 +12,12 @@ from jax.sharding import PartitionSpec as P
 from experiments.bench import losses, measure
 from experiments.bench.losses import LossShape, gradient
 from experiments.bench.measure import compare
-from vqjax import linear_cross_entropy, linear_log_prob, linear_softmax
+from vqjax import (
+  linear_cross_entropy,
+  linear_log_prob,
+  linear_softmax,
+  linear_sparse_target_loss,
+)
 from vqjax.lab.plan.compiling import simulated_devices
 from vqjax.lab.training.provenance import device
 from vqjax.ops import device as limits
@@ -155,6 +160,11 @@ def option_programs() -> dict[str, Callable]:
 
     return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
 
+  def four_targets(h, w, t):
+    tokens = jnp.stack([jnp.roll(t, -k) for k in range(4)], axis=-1)
+    share = jnp.broadcast_to(jnp.array([1.0, 0.5, 0.25, 0.125]), tokens.shape)
+    return linear_sparse_target_loss(h, w, tokens, share).cross_entropy.mean()
+
   option = lambda **given: gradient(lambda h, w, t: linear_cross_entropy(h, w, t, **given).mean())
   return {
     PLAIN: gradient(plain),
@@ -165,6 +175,9 @@ def option_programs() -> dict[str, Callable]:
     "label smoothing": option(label_smoothing=0.1),
     "softcap": option(softcap=30),
     "label smoothing under a softcap": option(label_smoothing=0.1, softcap=30),
+    "rank as a metric": with_metrics(rank=True),
+    "sum of squares as a metric": with_metrics(collision=True),
+    "four targets of each hidden vector": gradient(four_targets),
     "frozen weight": jax.value_and_grad(plain),
     "no gradient": plain,
   }

@@ -1,4 +1,4 @@
-"""Tables and figure of the benchmarks of drafters, on the page on generation.
+"""Tables and figure of the benchmarks of drafters, on their page of results.
 
 python -m experiments.bench.speculation_report
 """
@@ -19,7 +19,7 @@ from vqjax.lab import exits
 from vqjax.lab.report.units import MISSING
 from vqjax.lm.pages import INK, SERIES, blank
 
-PAGE = study_page.DOCS / "generation.md"
+PAGE = study_page.DOCS / "results" / "drafters.md"
 IMAGE = "speculation.png"
 
 Figures = Mapping[str, Any]

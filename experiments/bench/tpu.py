@@ -34,8 +34,8 @@ from vqjax import (
   ProductHead,
   linear_cross_entropy,
 )
-from vqjax.lab import exits
-from vqjax.lab.plan import chips, compiling
+from vqjax.lab import chips, exits
+from vqjax.lab.plan import compiling
 from vqjax.lab.report import units
 from vqjax.lab.training import provenance
 
@@ -286,22 +286,13 @@ def render_losses(rows: Mapping[LossOnChip, dict[str, Any]], path: pathlib.Path)
   """Rewrite the tables of the page."""
   sizes = sorted({(c.dim, c.vocab) for c in rows})
   times = [_line(dim, vocab, name, rows) for dim, vocab in sizes for name in PROGRAMS]
-  columns = ["D", "V", "program", *(f"{chip}, ms" for chip in TOPOLOGIES), "temporaries, v5e", ""]
-  parts = [
-    [cell.chip, cell.program, *part[:3], f"{1e3 * part[3]:.1f}", ESTIMATE]
-    for cell, row in rows.items()
-    if cell.program in (OURS, REDUCED, PEERS[0]) and (cell.dim, cell.vocab) == (2048, 131072)
-    for part in row.get("parts", [])[:4]
-  ]
-  part_columns = ["chip", "program", "fusion (operation)", "result", "times", "ms", ""]
-  study_page.update_page(
-    path,
-    {
-      "times": study_page.markdown(pd.DataFrame([x for x in times if x], columns=columns), left=3),
-      "decoding": study_page.markdown(_decoding(rows), left=4),
-      "parts": study_page.markdown(pd.DataFrame(parts, columns=part_columns), left=4),
-    },
-  )
+  columns = ["D", "V", "program", *(f"{chip}, estimated ms" for chip in TOPOLOGIES)]
+  losses = pd.DataFrame(filter(None, times), columns=[*columns, "temporaries, v5e"])
+  blocks = {
+    "times": study_page.markdown(losses, left=3),
+    "decoding": study_page.markdown(_decoding(rows), left=4),
+  }
+  study_page.update_page(path, blocks)
 
 
 def _decoding(rows) -> pd.DataFrame:
@@ -322,8 +313,8 @@ def _decoding(rows) -> pd.DataFrame:
           else units.MISSING
           for row, peer in cells
         ]
-        lines.append([f"{dim:,}", f"{vocab:,}", batch, name, *times, ESTIMATE])
-  columns = ["D", "V", "vectors", "head", *(f"{chip}, µs" for chip in TOPOLOGIES), ""]
+        lines.append([f"{dim:,}", f"{vocab:,}", batch, name, *times])
+  columns = ["D", "V", "vectors", "head", *(f"{chip}, estimated µs" for chip in TOPOLOGIES)]
   return pd.DataFrame(lines, columns=columns)
 
 
@@ -334,7 +325,7 @@ def _line(dim, vocab, name, rows) -> list[str] | None:
   first = of_chip["v5e"] or {}
   memory = units.size(first["temp_bytes"]) if "temp_bytes" in first else units.MISSING
   times = [_time(row, name, dim, vocab, rows) for row in of_chip.values()]
-  return [f"{dim:,}", f"{vocab:,}", name, *times, memory, ESTIMATE]
+  return [f"{dim:,}", f"{vocab:,}", name, *times, memory]
 
 
 def _time(row, name, dim, vocab, rows) -> str:

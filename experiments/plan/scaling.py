@@ -1,8 +1,10 @@
-"""Plans of heads on 16 to 1,024 chips: memory and communication of a chip.
+"""Plans of heads on 8 to 1,024 chips: memory and communication of a chip.
 
 python -m experiments.plan.scaling                        plan what is missing, then render
-python -m experiments.plan.scaling --models lm_1b --chips 16 64
+python -m experiments.plan.scaling --models lm_1b --devices H100 --chips 8 64
 python -m experiments.plan.scaling --render               the table and the plots alone
+
+TPUs need the extra `plan` and GPUs the extra `plan-gpu`, each in an environment of its own.
 """
 
 import argparse
@@ -21,9 +23,9 @@ from configs.large import HEADS
 from experiments.plan import scaling_report
 from experiments.plan.isolated import isolated
 from vqjax.commands.console import configure_warnings
-from vqjax.lab import exits
+from vqjax.lab import chips, exits
 from vqjax.lab.config import Experiment
-from vqjax.lab.plan import chips, compiling
+from vqjax.lab.plan import compiling
 from vqjax.lab.plan.step_plan import step_plan
 from vqjax.lm import records
 from vqjax.sharding import MeshShape, make_mesh
@@ -36,18 +38,23 @@ WINDOWS = {"lm_1b": 2, "lm_8b": 1}
 """Config -> windows in a batch for each chip, which make 4,096 tokens."""
 
 VOCABULARIES = (32_768, 131_072, 262_144)
+TPU = "v5p"
 TOPOLOGIES = {16: "v5p:2x2x4", 64: "v5p:4x4x4", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"}
+SIZES = {TPU: tuple(TOPOLOGIES), "H100": (8, 64, 1024)}
+"""Kind of device -> numbers of devices."""
+
 MODEL = 8
 """Chips along the axis `model` of every mesh; `fsdp` has all others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GridCell:
-  """A plan of the grid: a config, its head and vocabulary, and a number of chips."""
+  """A plan of the grid: a config, its head and vocabulary, and a number of devices of a kind."""
 
   config: str
   head: str
   vocab: int
+  device: str
   chips: int
 
   def experiment(self) -> Experiment:
@@ -64,20 +71,28 @@ class GridCell:
 def grid(
   models: Sequence[str] = tuple(WINDOWS),
   vocabularies: Sequence[int] = VOCABULARIES,
-  sizes: Sequence[int] = tuple(TOPOLOGIES),
+  devices: Sequence[str] = tuple(SIZES),
+  sizes: Sequence[int] | None = None,
 ) -> Iterator[GridCell]:
-  """Cells of the grid in the order of the arguments."""
-  for config, vocab, count, head in itertools.product(models, vocabularies, sizes, HEADS):
-    yield GridCell(config, head, vocab, count)
+  """Cells of the grid in the order of the arguments; `sizes` None: all of each device."""
+  for config, vocab, device in itertools.product(models, vocabularies, devices):
+    for count, head in itertools.product(SIZES[device], HEADS):
+      if sizes is None or count in sizes:
+        yield GridCell(config, head, vocab, device, count)
 
 
 def planned(cell: GridCell) -> dict[str, Any]:
   """The row of a cell: its fields, and its plan or the error."""
   jax.config.update("jax_platforms", "cpu")
-  row = dataclasses.asdict(cell) | {"topology": TOPOLOGIES[cell.chips]}
-  experiment, devices = cell.experiment(), compiling.tpu_devices(row["topology"])
+  if cell.device == TPU:
+    topology = TOPOLOGIES[cell.chips]
+    chip, devices = chips.tpu(topology), compiling.tpu_devices(topology)
+  else:
+    compiling.check_gpu_compiler()
+    chip, devices = chips.gpu(cell.device), compiling.gpu_devices(cell.device, cell.chips)
+  experiment = cell.experiment()
   mesh = make_mesh(experiment.train.mesh, devices)
-  return row | {"plan": step_plan(experiment, mesh, chips.tpu(row["topology"]))}
+  return dataclasses.asdict(cell) | {"plan": step_plan(experiment, mesh, chip)}
 
 
 def read_plan_rows(path: pathlib.Path) -> dict[GridCell, dict[str, Any]]:
@@ -125,8 +140,9 @@ def render_plans(rows: Mapping[GridCell, dict[str, Any]]) -> None:
   scaling_report.update(order, TABLE)
   for config in WINDOWS:
     some = {cell: row for cell, row in order.items() if cell.config == config}
-    if any(row and "plan" in row for row in some.values()):
-      scaling_report.write_plot(some, IMAGES / f"scaling-{config}.png")
+    drawn = {cell: row for cell, row in some.items() if cell.device == TPU}
+    if any(row and "plan" in row for row in drawn.values()):
+      scaling_report.write_plot(drawn, IMAGES / f"scaling-{config}.png")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   configure_warnings()
   try:
     if not options.render:
-      fill_plans(RESULTS, list(grid(options.models, options.vocabularies, options.chips)))
+      cells = grid(options.models, options.vocabularies, options.devices, options.chips)
+      fill_plans(RESULTS, list(cells))
     render_plans(read_plan_rows(RESULTS))
   except (ValueError, ImportError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
@@ -146,14 +163,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m experiments.plan.scaling",
-    description="Plans two decoders with each head on 16 to 1,024 chips, and renders the result.",
+    description="Plans two decoders with each head on 8 to 1,024 chips, and renders the result.",
     epilog=f"Rows are appended to {RESULTS}; what has one is not planned again.",
   )
   parser.add_argument("--models", nargs="+", choices=WINDOWS, default=list(WINDOWS))
   parser.add_argument(
     "--vocabularies", nargs="+", type=int, choices=VOCABULARIES, default=list(VOCABULARIES)
   )
-  parser.add_argument("--chips", nargs="+", type=int, choices=TOPOLOGIES, default=list(TOPOLOGIES))
+  parser.add_argument("--devices", nargs="+", choices=SIZES, default=list(SIZES))
+  parser.add_argument(
+    "--chips", nargs="+", type=int, choices=sorted({n for some in SIZES.values() for n in some})
+  )
   parser.add_argument("--render", action="store_true", help="plan nothing, render what there is")
   return parser
 

@@ -4,7 +4,7 @@ import math
 import pathlib
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -63,30 +63,41 @@ def update(rows: PlanRows, path: pathlib.Path) -> None:
 
 
 def _plans(rows: PlanRows) -> pd.DataFrame:
-  """The number of plans, and what made them."""
-  plans = [row["plan"] for row in rows.values() if row and "plan" in row]
-  distinct = lambda values: ", ".join(sorted({str(value) for value in values}))
+  """The number of plans for each kind of device, and what made them."""
+  return pd.DataFrame(
+    [
+      _plans_of(device, [row for cell, row in rows.items() if cell.device == device])
+      for device in dict.fromkeys(cell.device for cell in rows)
+    ]
+  )
+
+
+def _plans_of(device: str, rows: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
+  plans = [row["plan"] for row in rows if row and "plan" in row]
+  distinct = lambda values: ", ".join(sorted({str(value) for value in values if value}))
   seconds = sorted(plan["compile_seconds"] for plan in plans)
-  made = {"planned": [len(plans)], "cells": [len(rows)]}
+  made = {"device": device, "planned": len(plans), "cells": len(rows)}
   if plans:
     made |= {
-      "jax": [distinct(plan["provenance"]["versions"]["jax"] for plan in plans)],
-      "libtpu": [distinct(plan["provenance"]["libtpu"] for plan in plans)],
-      "commit": [distinct(plan["provenance"]["commit"] for plan in plans)],
-      "seconds of compilation, median": [f"{statistics.median_high(seconds):.0f}"],
-      "least": [f"{seconds[0]:.0f}"],
-      "most": [f"{seconds[-1]:.0f}"],
+      "jax": distinct(plan["provenance"]["versions"]["jax"] for plan in plans),
+      "libtpu": distinct(plan["provenance"]["libtpu"] for plan in plans) or None,
+      "commit": distinct(plan["provenance"]["commit"] for plan in plans),
+      "seconds of compilation, median": f"{statistics.median_high(seconds):.0f}",
+      "least": f"{seconds[0]:.0f}",
+      "most": f"{seconds[-1]:.0f}",
     }
-  return pd.DataFrame(made)
+  return made
 
 
 def _table(rows: PlanRows, value: Callable[[Mapping[str, Any]], str]) -> pd.DataFrame:
-  """A quantity by vocabulary and head, with a column for each number of chips."""
-  sizes = sorted({cell.chips for cell in rows})
+  """A quantity by vocabulary and head, with a column for each device and number of them."""
+  sizes = dict.fromkeys((cell.device, cell.chips) for cell in rows)
   shown = []
   for vocab, head in dict.fromkeys((cell.vocab, cell.head) for cell in rows):
-    found = {c.chips: row for c, row in rows.items() if (c.vocab, c.head) == (vocab, head)}
-    cells = {f"{size:,} chips": _shown(found.get(size), value) for size in sizes}
+    found = {
+      (c.device, c.chips): row for c, row in rows.items() if (c.vocab, c.head) == (vocab, head)
+    }
+    cells = {f"{at[1]:,} {at[0]}": _shown(found.get(at), value) for at in sizes}
     shown.append({"V": f"{vocab:,}", "head": head} | cells)
   return pd.DataFrame(shown)
 

@@ -109,22 +109,22 @@ def save_figures(figures: Mapping[str, Figure], docs: pathlib.Path) -> list[path
 
 
 def origins(results: Results) -> str:
-  """Sentences on the number, days, devices, versions and commits of the results."""
+  """Sentences on the number, days, devices and commits of the results; their lines have each."""
   kept = [row["result"] for row in results.values()]
   if not kept:
     return "No results."
   distinct = lambda values: ", ".join(sorted(set(values)))
   days = sorted(row["date"][:10] for row in kept)
-  devices = " and ".join(sorted({row["device"] for row in kept}))
-  versions = distinct(
-    f"{name} {of}" for row in kept for name, of in row.get("versions", {}).items()
-  )
+  commits = {row["commit"].removesuffix("+") for row in kept}
+  jax = distinct(row["versions"]["jax"] for row in kept if "versions" in row)
   changed = distinct(
     f"`{name}`" for name, row in results.items() if row["result"]["commit"].endswith("+")
   )
+  days = " to ".join(dict.fromkeys((days[0], days[-1])))
+  devices = " and ".join(sorted({row["device"] for row in kept}))
   return (
-    f"{len(kept)} results, {days[0]} to {days[-1]}, on {devices}, with {versions}; commits"
-    f" {distinct(row['commit'].removesuffix('+') for row in kept)}."
+    f"{len(kept)} results of {len(commits)} commits, {days}, on {devices}, with jax {jax};"
+    " results.jsonl has each commit and all versions."
     + (f" With uncommitted changes: {changed}." if changed else "")
   )
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from vqjax import assign
+from vqjax import CodebookHead, GroupedHead, assign
+from vqjax.lab.config.identity import describe
 
 VOCAB = 31
 UNUSED = 30
@@ -154,3 +155,20 @@ def test_tokens_that_never_occur_share_no_code_with_frequent_ones(tokens):
 def test_wrong_bigrams_are_refused(make, message):
   with pytest.raises(ValueError, match=message):
     make()
+
+
+def test_a_result_stands_where_its_array_does(tokens):
+  found = assign.exchange(assign.bigrams(tokens, VOCAB), 5)
+  head, same = (CodebookHead(VOCAB, 4, 5, x) for x in (found, found.assignment))
+  assert head == same
+  assert hash(head) == hash(same)
+  assert describe(head) == describe(same)
+  groups, counts = assign.grouping(found), np.ones(VOCAB, int)
+  np.testing.assert_array_equal(groups.order, assign.grouping(found.assignment).order)
+  ordered = [
+    GroupedHead(VOCAB, 4, sizes=groups.sizes, order_init=x) for x in (groups, groups.order)
+  ]
+  assert ordered[0] == ordered[1]
+  assert assign.floor(found, counts).nats == assign.floor(found.assignment, counts).nats
+  again = assign.exchange(assign.bigrams(tokens, VOCAB), 5, start=found, sweeps=1)
+  np.testing.assert_array_equal(again.assignment, found.assignment)

@@ -1,6 +1,5 @@
 """`vqjax compress MODEL --kl | --bytes`: a folder that is whole or not there, and loads."""
 
-import argparse
 import dataclasses
 import errno
 import json
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
+import vqjax
 from tests import jitted
 from tests.lm.checkpoints.families import V, small
 from vqjax import DenseHead, Int8Embedding, PackedEmbedding
@@ -20,12 +20,13 @@ from vqjax.commands import compress, export, inspect, score, trim
 from vqjax.lm import checkpoints, jobs, records, tokenizers
 from vqjax.lm.checkpoints import RUNTIMES
 from vqjax.lm.checkpoints.runtime import StoredEmbedding
-from vqjax.lm.compression import folders, judging, search
+from vqjax.lm.compression import decoder_tables, folders, judging
+from vqjax.lm.compression.calibration import zipf_counts
 from vqjax.lm.generation import EarlyExit, Sampling, generate
 from vqjax.lm.sources import readers
 from vqjax.lm.texts import TextWindows, encode_text
 from vqjax.sharding import MeshShape, make_mesh
-from vqjax.tables import Moments, coded_table, container
+from vqjax.tables import Moments, coded_table, container, search
 
 pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 
@@ -69,7 +70,7 @@ def compressed(request, folder, texts, tmp_path_factory):
   model = folder
   if request.param == "llama":
     model = model_folder("llama", made / "model")
-  assert call(model, texts, made / "out", "--kl", "0.01") == 0
+  assert call(model, texts, made / "out", "--kl", "0.01", "--compare") == 0
   return model, made / "out"
 
 
@@ -268,7 +269,12 @@ def test_a_form_is_refused_that_tables_or_other_arguments_do_not_allow(folder, t
   with pytest.raises(ValueError, match="`runtime` must be None with a `head`"):
     checkpoints.load(out, head=DenseHead(V, 32), runtime=RUNTIMES["int8"])
   arguments = [str(folder), "--bytes", "9KB", "--out", "a", "--table", "b", "c"]
-  for others in (["--runtime", "int8"], ["--table", "b", "d"], ["--held-out", texts[0]]):
+  for others in (
+    ["--runtime", "int8"],
+    ["--table", "b", "d"],
+    ["--table", "e", "d", "f"],
+    ["--held-out", texts[0]],
+  ):
     with pytest.raises(SystemExit):
       compress.main([*arguments, *others])
 
@@ -310,6 +316,101 @@ def test_a_damaged_table_is_named(compressed, tmp_path):
   weights.write_bytes(data)
   with pytest.raises(ValueError, match="damaged"):
     checkpoints.load(copy)
+
+
+def without_text(model, out, *options):
+  words = "--out", str(out), "--tokens", "512", "--window", "16", *options
+  return compress.main([str(model), *words])
+
+
+def bytes_of_others(folder):
+  """Number format and bytes of the tensors of a folder that are not compressed, by name."""
+  tensors = {}
+  for file in folder.glob("*.safetensors"):
+    tensors |= readers._safetensors(file)
+  return {
+    name: (tensor.format, tensor.read(slice(None)).tobytes())
+    for name, tensor in tensors.items()
+    if container.SEPARATOR not in name
+  }
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_without_a_text_the_model_writes_its_own(has_tokenizer, folder, tmp_path, capsys):
+  model = shutil.copytree(folder, tmp_path / "model")
+  if not has_tokenizer:
+    (model / "tokenizer.json").write_text('{"model": {"type": "unknown"}}')
+  assert without_text(model, tmp_path / "out", "--bytes", "1/2") == 0
+  printed = capsys.readouterr()
+  assert ("without its tokenizer" in printed.err + printed.out) != has_tokenizer
+  assert "text that the model wrote itself: KL" in printed.out
+  report = json.loads((tmp_path / "out/vqjax.json").read_text())["report"]
+  assert report["bytes_before"] == 4 * V * 32
+  assert 0.48 * 4 * V * 32 < report["bytes"] <= 2 * V * 32
+  assert report["held_out"]["kl"] < 0.1
+  assert f"{4 * V * 32:,} of the model's file (F32)" in (tmp_path / "out/report.md").read_text()
+
+
+@pytest.mark.programs(30)  # those of a model that is loaded, judged and saved
+def test_the_other_tensors_are_copied_byte_for_byte(texts, tmp_path):
+  from safetensors.numpy import save_file
+
+  model = model_folder("llama", tmp_path / "model")
+  tensors = {
+    name: tensor.read(slice(None)).astype(
+      "bfloat16" if "mlp" in name else tensor.read(slice(0)).dtype
+    )
+    for name, tensor in readers._safetensors(model / "model.safetensors").items()
+  }
+  save_file(tensors, model / "model.safetensors", {"format": "pt"})
+  assert call(model, texts, tmp_path / "out", "--bytes", "9KB") == 0
+  before, after = bytes_of_others(model), bytes_of_others(tmp_path / "out")
+  tables = "model.embed_tokens.weight", "lm_head.weight"
+  assert after == {name: tensor for name, tensor in before.items() if name not in tables}
+  assert {kind for kind, _ in after.values()} == {"F32", "BF16"}
+  for name in ("config.json", "tokenizer.json"):
+    assert (model / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+@pytest.mark.programs(40)  # those of two models that are loaded, judged and saved
+@pytest.mark.parametrize("runtime", ["unpacked", "packed"])
+def test_a_gguf_stays_one_with_all_else_byte_for_byte(runtime, tmp_path):
+  gguf = pytest.importorskip("gguf", reason="the extra `checkpoints` is not installed")
+  from tests.lm.checkpoints.test_gguf import plain, written
+
+  checkpoints.save(tmp_path / "folder", *plain("llama"))
+  written(tmp_path / "model.gguf", "llama", tmp_path / "folder")
+  options = "--bytes", "14KB", "--runtime", runtime
+  assert without_text(tmp_path / "model.gguf", tmp_path / "out", *options) == 0
+  file = tmp_path / "out" / "model.gguf"
+  assert file.stat().st_size < (tmp_path / "model.gguf").stat().st_size
+  before, after = (
+    {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for path in (tmp_path / "model.gguf", file)
+  )
+  others = [name for name in after if container.SEPARATOR not in name]
+  assert others == [n for n in before if n not in ("token_embd.weight", "output.weight")]
+  for name in others:
+    assert after[name].tensor_type == before[name].tensor_type
+    np.testing.assert_array_equal(after[name].data, before[name].data)
+  tokens = np.array([[3, 1, 96, 41, 3]])
+  logits = [jitted.apply(*checkpoints.load(path)[:2], tokens) for path in (tmp_path / "out", file)]
+  np.testing.assert_array_equal(*logits)
+  original = jitted.apply(*checkpoints.load(tmp_path / "model.gguf")[:2], tokens)
+  assert 0 < np.abs(logits[0] - original).max() < 1
+  content = bytearray(file.read_bytes())
+  content[
+    file.read_bytes().index(np.asarray(after["output.weight.vqjax.inverse"].data).tobytes())
+  ] ^= 1
+  file.write_bytes(content)
+  with pytest.raises(ValueError, match=r"another checksum of output.weight.vqjax.inverse"):
+    checkpoints.load(file)
+
+
+def test_tables_that_would_not_be_smaller_are_refused(folder, tmp_path, capsys):
+  line = refused(capsys, without_text(folder, tmp_path / "out", "--bytes", "50KB"))
+  assert re.search(r"must give tables of less than the 12,416 bytes .* \(F32\)", line)
+  assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -375,14 +476,32 @@ def refused(capsys, code):
   return capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_a_divergence_that_no_step_reaches_is_refused_with_the_least(
-  folder, texts, tmp_path, capsys
-):
-  line = refused(capsys, call(folder, texts, tmp_path / "out", "--kl", "1e-15"))
-  pattern = r"the least divergence of these tables is (\S+) nats a token; got 1e-15. Give at least "
-  found = re.search(pattern + r"(\S+), or", line)
-  assert 1e-15 < float(found[1]) < float(found[2]) < 1e-3
-  assert not (tmp_path / "out").exists()
+def searched(divergence, bound, points=()):
+  """The point that a search of a divergence finds, and all points that it knows."""
+  return search.search(
+    lambda step: search.Point(step, 100, divergence(step)), kl=bound, points=points
+  )
+
+
+def test_a_divergence_that_no_step_reaches_is_refused_with_the_least():
+  pattern = (
+    r"the least divergence of these tables is 0\.0123 nats .*; got 0\.01. Give at least 0\.013"
+  )
+  for _ in range(2):
+    with pytest.raises(ValueError, match=pattern):
+      searched(lambda step: 0.0123 + step**2, 0.01)
+
+
+@pytest.mark.parametrize("power", [1.0, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 30.0])
+def test_a_divergence_that_some_step_reaches_is_found_whatever_its_slope(power, scale):
+  # Large divergences grow no more, as those of models that know nothing any more.
+  divergence = lambda step: 8 * np.tanh(scale * step**power / 8)
+  best, points = searched(divergence, 0.01)
+  assert 0.9 * 0.01 < best.kl <= 0.01
+  assert len(points) <= 24
+  # Going on from what is known is the same.
+  assert searched(divergence, 0.01, points)[0] == best
 
 
 def test_texts_of_one_name_are_domains_by_their_paths(folder, texts, tmp_path):
@@ -441,12 +560,41 @@ def test_a_wrong_call_is_refused_and_leaves_no_folder(
   assert not (here / "out").exists()
 
 
-def test_sizes_have_units():
-  sizes = {"65MB": 65 * 10**6, "1e3": 1000, "2 kib": 2048, "1.5GB": 15 * 10**8, "7": 7}
-  assert {text: compress.size_of(text) for text in sizes} == sizes
-  for text in ("9" * 400, "0.5", "-5MB", "nanMB", ".", "3EB"):
-    with pytest.raises(argparse.ArgumentTypeError, match="must be a number of bytes"):
-      compress.size_of(text)
+@pytest.mark.parametrize(
+  "options", ["", "--counts zipf", "--counts {files}/counts.npy --hidden {files}/hidden.npy"]
+)
+def test_one_table_is_compressed_as_the_function_does(options, tmp_path, capsys):
+  from safetensors.numpy import save_file
+
+  rng = np.random.default_rng(0)
+  table, hidden = rng.normal(size=(1500, 16)).astype(np.float32), rng.normal(size=(50, 16))
+  counts = rng.integers(0, 9, 1500)
+  for name, array in (("table", table), ("counts", counts), ("hidden", hidden)):
+    np.save(tmp_path / f"{name}.npy", array)
+  save_file({"a.weight": table, "b": hidden}, tmp_path / "model.safetensors")
+  words = options.format(files=tmp_path).split()
+  for number, given in enumerate(("table.npy", "model.safetensors:a.weight")):
+    out = tmp_path / f"{number}.safetensors"
+    assert compress.main([f"{tmp_path}/{given}", "--bytes", "1/8", "--out", str(out), *words]) == 0
+    assert "bits a weight" in capsys.readouterr().out
+  of = {"counts": counts, "hidden": hidden} if "hidden" in options else {}
+  if "zipf" in options:
+    of = {"counts": zipf_counts(1500)}
+  expected = vqjax.compress(table, bytes=1 / 8, **of).table()
+  for number in range(2):
+    found = vqjax.SmallTable.load(tmp_path / f"{number}.safetensors")
+    np.testing.assert_array_equal(found.table(), expected)
+
+
+def test_a_wrong_table_is_refused(folder, tmp_path, capsys):
+  out = str(tmp_path / "out")
+  near = f"{folder}/model.safetensors:model.embed.weight"
+  line = refused(capsys, compress.main([near, "--bytes", "1/8", "--out", out]))
+  assert "Similar names: model.embed_tokens.weight" in line
+  with pytest.raises(SystemExit):
+    compress.main(["a.npy", "--bytes", "1/8", "--out", out, "--text", "b"])
+  with pytest.raises(SystemExit):
+    compress.main(["a.npy", "--bytes", "-1", "--out", out])
 
 
 def of_numbers(vocab=512, dim=64, scale=1.0):
@@ -496,7 +644,7 @@ def test_the_least_size_is_that_of_the_file():
 def test_few_steps_are_coded_until_a_size_near_the_least_is_refused_or_filled(
   part, scale, monkeypatch
 ):
-  monkeypatch.setattr(search, "SAMPLE", 256)
+  monkeypatch.setattr("vqjax.tables.coded.SAMPLE", 256)
   made = of_numbers(521, 32, scale)
   coded = made.coded(made.limits[1], None)[2]
   least = sum(array.nbytes for array in coded["t"].values())
@@ -610,6 +758,7 @@ def test_work_is_of_one_process_and_of_this_command(tmp_path):
   assert (other / "mine").exists()
 
 
+@pytest.mark.programs(30)  # those of a model that is loaded and saved
 def test_a_table_that_is_not_finite_is_refused(texts, tmp_path, capsys):
   folder = model_folder("gemma3_text", tmp_path / "model")
   model, variables, tokenizer = checkpoints.load(folder)
@@ -636,7 +785,9 @@ def test_models_with_tables_of_every_block_are_refused_by_their_name(name, texts
   config.save_pretrained(tmp_path)
   save_file({"embed_tokens_per_layer.weight": np.zeros((2, 4))}, tmp_path / "model.safetensors")
   line = refused(capsys, call(tmp_path, texts, tmp_path / "out", "--kl", "1"))
-  assert f"got '{name}'. Other architectures are not implemented" in line
+  assert f"got '{name}'. Other architectures are not run here" in line
+  for words in ("collect(", "--table TENSOR", "vqjax.torch.load_tables("):
+    assert words in line
   assert not (tmp_path / "out").exists()
 
 
@@ -651,7 +802,8 @@ def test_no_room_is_told_before_anything_is_computed(
   bound, least, folder, texts, tmp_path, capsys, monkeypatch
 ):
   body = sum(p.params for p in checkpoints.inspect(folder).parts if p.name != "embedding")
-  needed = 2 * body + least + jobs.OTHER_FILES
+  # The body is copied in the format of its file, whatever it is run in.
+  needed = 4 * body + least + jobs.OTHER_FILES
   room(monkeypatch, needed - 1)
   monkeypatch.setattr(compress, "load_model", None)
   given = *bound, "--dtype", "bfloat16"
@@ -708,7 +860,7 @@ def test_a_call_that_ends_while_it_writes_leaves_no_folder(
     raise KeyboardInterrupt
 
   for place, name, end, code in (
-    (folders, "write_folder", full, 2),
+    (folders, "copy_folder", full, 2),
     (records, "write_text", stop, 130),
   ):
     with monkeypatch.context() as patched:
@@ -723,7 +875,7 @@ def test_a_call_that_ends_while_it_writes_leaves_no_folder(
 @pytest.mark.parametrize("runtime", ["unpacked", pytest.param("packed", marks=pytest.mark.slow)])
 def test_an_interrupted_call_goes_on_where_it_was(runtime, folder, texts, tmp_path, monkeypatch):
   out, measured = tmp_path / "out", []
-  point = search.Compression.point
+  point = decoder_tables.DecoderTables.point
 
   def stop_at_the_second(self, step, reference):
     measured.append(step)
@@ -731,7 +883,7 @@ def test_an_interrupted_call_goes_on_where_it_was(runtime, folder, texts, tmp_pa
       raise KeyboardInterrupt
     return point(self, step, reference)
 
-  monkeypatch.setattr(search.Compression, "point", stop_at_the_second)
+  monkeypatch.setattr(decoder_tables.DecoderTables, "point", stop_at_the_second)
   assert call(folder, texts, out, "--kl", "0.003", "--runtime", runtime) == 130
   assert not out.exists()
   monkeypatch.setattr(folders, "collect", None)  # the moments are kept

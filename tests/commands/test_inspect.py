@@ -25,7 +25,7 @@ PRETRAINED = """
 import importlib, sys
 from vqjax import cli
 assert cli.main(["inspect", sys.argv[1]]) == 0
-for name in ("compress", "draft", "export", "generate", "lens", "score", "trim"):
+for name in ("compress", "draft", "export", "generate", "lens", "score", "trim", "grow"):
   importlib.import_module(f"vqjax.commands.{name}")
 importlib.import_module("vqjax.commands.models").load_model(sys.argv[1])
 print("MODULES", *sys.modules)
@@ -97,3 +97,23 @@ def test_bad_input_is_named(folder, capsys, options, message):
     code = error.code
   assert code == 2
   assert re.search(message, capsys.readouterr().err)
+
+
+def test_tables_of_any_safetensors_are_found_by_shape_and_name(tmp_path, capsys):
+  from safetensors.numpy import save_file
+
+  shapes = {"embed.weight": (90, 8), "lm_head.weight": (90, 8), "position_embed": (64, 8)}
+  shapes |= {"mlp.weight": (90, 8), "short_embed": (9, 8)}
+  save_file(
+    {name: np.zeros(x, np.float16) for name, x in shapes.items()}, tmp_path / "a.safetensors"
+  )
+  assert inspect.main([str(tmp_path / "a.safetensors"), "--json"]) == 0
+  found = json.loads(capsys.readouterr().out)
+  assert {table["name"] for table in found["tables"]} == {"embed.weight", "lm_head.weight"}
+  assert {table["format"] for table in found["tables"]} == {"F16"}
+  assert (found["architecture"], found["tensors"]) == (None, 5)
+  (tmp_path / "config.json").write_text('{"model_type": "other"}')
+  assert inspect.main([str(tmp_path)]) == 0
+  printed = " ".join(capsys.readouterr().out.split())
+  assert "no architecture of this library" in printed
+  assert "--table embed.weight" in printed

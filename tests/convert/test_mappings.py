@@ -1,7 +1,5 @@
 """Mappings of tokens to codes use the counts, neighbours or vectors that they name."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -40,13 +38,6 @@ def test_a_text_that_tells_nothing_is_refused(tokens, vocab, error):
   stats = convert.TokenStats(np.array(tokens), np.bincount(tokens, minlength=vocab), None, None)
   with pytest.raises(ValueError, match=error):
     convert.ContextVectors()(stats, 4)
-
-
-def test_a_missing_scikit_learn_is_named_with_the_command_that_installs_it(monkeypatch):
-  monkeypatch.setitem(sys.modules, "sklearn.utils.extmath", None)
-  stats = convert.TokenStats(np.arange(9), np.ones(9, int), None, None)
-  with pytest.raises(ImportError, match=r"pip install 'vqjax\[lab\]'"):
-    convert.ContextKMeans(width=4)(stats, 2)
 
 
 def test_a_clustering_without_vectors_is_refused():

@@ -8,11 +8,14 @@ from tests import jitted
 from vqjax import (
   CentroidQuantizer,
   CompactEmbedding,
+  DenseEmbedding,
   DenseHead,
   DPQEmbedding,
   SoftmaxQuantizer,
 )
-from vqjax.convert import to_head
+from vqjax import nnx as vqjax_nnx
+from vqjax.convert import head_of, to_head
+from vqjax.lm.models import Transformer
 
 V, D, K, M = 53, 12, 6, 3
 
@@ -54,3 +57,27 @@ def test_additive_codes_are_refused():
   small = embedding.compact(jitted.init(embedding, jax.random.key(0), np.zeros(1, int)))
   with pytest.raises(ValueError, match=r"`small.additive` must be False"):
     to_head(small)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_head_of_a_model_stands_by_itself_in_linen_and_nnx(is_tied):
+  embedding = DenseEmbedding(V, D)
+  head = DenseHead(V, D, use_bias=True, embedding=embedding if is_tied else None)
+  options = {"dim": D, "layers": 1, "heads": 2, "context": 8}
+  model = Transformer(embedding=embedding, head=head, **options)
+  tokens = np.arange(16).reshape(2, 8)
+  variables = jitted.init(model, jax.random.key(0), tokens)
+  alone, own = head_of(model, variables)
+
+  @jax.jit
+  def both(variables, own, tokens):
+    hidden = model.apply(variables, tokens, method="hidden")
+    layer = vqjax_nnx.from_linen(alone, own)
+    expected = model.apply(variables, tokens)
+    return expected, alone.apply(own, hidden), layer.logits(hidden)
+
+  expected, *found = both(variables, own, tokens)
+  for logits in found:
+    np.testing.assert_allclose(logits, expected, rtol=1e-6)
+  with pytest.raises(TypeError, match=r"got a Transformer.*convert.head_of"):
+    vqjax_nnx.from_linen(model, variables)

@@ -14,7 +14,7 @@ import pytest
 from tests import jitted, reference, tiny
 from tests.embeddings.quantized import QUANTIZERS, D, K, M, V, after_a_batch, vectors_of
 from vqjax import DPQEmbedding, ProductEmbedding
-from vqjax.embeddings import compact_file
+from vqjax.embeddings import table_file
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import bit_packing
 
@@ -28,7 +28,7 @@ def test_the_compact_form_is_the_evaluation_bit_for_bit(embedding, variables, tm
   file = tmp_path / "embedding.safetensors"
   compact.save(file)
   np.testing.assert_array_equal(vectors_of(CompactEmbedding.load(file), tokens), expected)
-  with_numpy = compact_file.open_compact(file)[tokens]
+  with_numpy = table_file.open_table(file)[tokens]
   if embedding.quantizer.additive:
     # NumPy may add in another order.
     np.testing.assert_allclose(with_numpy, expected, atol=1e-6)
@@ -94,11 +94,11 @@ def saved(tmp_path):
 
 
 def test_the_reader_needs_only_numpy(saved, tmp_path):
-  (tmp_path / "reader.py").write_text(pathlib.Path(compact_file.__file__).read_text())
+  (tmp_path / "reader.py").write_text(pathlib.Path(table_file.__file__).read_text())
   script = (
     "import sys; sys.modules['jax'] = sys.modules['safetensors'] = None\n"
     "import numpy, reader\n"
-    f"table = reader.open_compact({str(saved)!r})\n"
+    f"table = reader.open_table({str(saved)!r})\n"
     "print(table[[3, 0, 52]].sum(), len(table))\n"
   )
   done = subprocess.run(
@@ -121,9 +121,9 @@ def test_a_truncated_file_is_refused(saved, kept):
 @pytest.mark.parametrize(
   ("old", "new", "message"),
   [
-    (b'"version":"2"', b'"version":"1"', "`version` .*'2'.*'1'"),
-    (b'"format":"vqjax-c', b'"format":"other-c', "`format` .*other-c"),
-    (b'"V":"53"', b'"V":"54"', "V=54"),
+    (b'"version":"1"', b'"version":"9"', "`version` .*'1'.*'9'"),
+    (b'"format":"vqjax-t', b'"format":"other-t', "`format` .*other-t"),
+    (b'"V":"53"', b'"V":"54"', r"codes .* must be uint8 of shape \(61,\)"),
     (b'"d":"12"', b'"d":"15"', "values .*shape"),
     (b'"K":"6"', b'"K":"x"', "`K` .*'x'"),
   ],
@@ -137,7 +137,7 @@ def test_a_file_that_contradicts_itself_is_refused(saved, old, new, message):
 
 
 def test_codes_of_k_and_above_are_refused(saved):
-  table = compact_file.open_compact(saved)
+  table = table_file.open_table(saved)
   whole = bytearray(saved.read_bytes())
   codes = np.asarray(table.data).tobytes()
   at = bytes(whole).index(codes)
@@ -153,7 +153,7 @@ def test_tokens_outside_are_nan_in_jax_and_an_error_in_numpy(saved):
   assert np.isnan(vectors_of(small, np.array([V, -1]))).all()
   assert vectors_of(small, np.zeros((2, 0), int)).shape == (2, 0, D)
   with pytest.raises(IndexError, match=f"`tokens` .*{V}"):
-    compact_file.open_compact(saved)[[V]]
+    table_file.open_table(saved)[[V]]
 
 
 LOW = [
@@ -190,11 +190,11 @@ def test_fixed_codes_have_a_compact_form(options, fields):
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    (lambda header: header.update(__metadata__=None), "not a compact embedding"),
-    (lambda header: header["__metadata__"].update(K=6), "not a compact embedding"),
-    (lambda header: header["codes"].pop("shape"), "U8 tensor 'codes'"),
-    (lambda header: header["codes"].update(data_offsets=[-60, 0]), "U8 tensor 'codes'"),
-    (lambda header: header["codes"].update(data_offsets=["0", "60"]), "U8 tensor 'codes'"),
+    (lambda header: header.update(__metadata__=None), "not a small table"),
+    (lambda header: header["__metadata__"].update(K=6), "not a small table"),
+    (lambda header: header["codes"].pop("shape"), "describe a tensor 'codes'"),
+    (lambda header: header["codes"].update(data_offsets=[-60, 0]), "describe a tensor 'codes'"),
+    (lambda header: header["codes"].update(data_offsets=["0", "60"]), "describe a tensor 'codes'"),
     (lambda header: header["codes"].update(data_offsets=[0, 60]), "overlap"),
   ],
 )
@@ -207,11 +207,11 @@ def test_a_header_without_tensors_is_refused(saved, change, message):
   text += b" " * (-len(text) % 8)
   saved.write_bytes(len(text).to_bytes(8, "little") + text + whole[end:])
   with pytest.raises(ValueError, match=message):
-    compact_file.open_compact(saved)
+    table_file.open_table(saved)
 
 
 def test_the_reader_refuses_codes_of_k_and_tokens_that_are_not_integers(saved):
-  table = compact_file.open_compact(saved)
+  table = table_file.open_table(saved)
   table.data = np.full_like(table.data, 255)
   with pytest.raises(ValueError, match=r"codes .*K=6"):
     table[[0]]
@@ -224,7 +224,7 @@ def test_no_damaged_file_loads(saved):
   """A bit is flipped anywhere, and each byte of the header is another one."""
   whole, draw = saved.read_bytes(), np.random.default_rng(0)
   end = 8 + int.from_bytes(whole[:8], "little")
-  expected = compact_file.open_compact(saved)[np.arange(V)]
+  expected = table_file.open_table(saved)[np.arange(V)]
   flipped = [*range(0, end, 5), *range(end, len(whole), 3)]
   damage = [(at, whole[at] ^ 1 << at % 8) for at in flipped]
   for at, byte in damage + [(at, draw.integers(32, 127)) for at in range(8, end)]:
@@ -232,7 +232,7 @@ def test_no_damaged_file_loads(saved):
     damaged[at] = byte
     saved.write_bytes(damaged)
     try:
-      found, message = compact_file.open_compact(saved)[np.arange(V)], None
+      found, message = table_file.open_table(saved)[np.arange(V)], None
     except ValueError as error:
       found, message = expected, str(error)
     # The same byte, and a blank of another kind at the end of the header, are read as before.
@@ -245,8 +245,8 @@ def test_a_file_may_be_opened_without_reading_all_of_it(saved):
   whole[-1] ^= 64
   saved.write_bytes(whole)
   with pytest.raises(ValueError, match="is damaged: it does not have the checksum"):
-    compact_file.open_compact(saved)
-  assert len(compact_file.open_compact(saved, verify=False)) == V
+    table_file.open_table(saved)
+  assert len(table_file.open_table(saved, verify=False)) == V
 
 
 def test_only_floating_dtypes_are_saved_and_loaded(saved, tmp_path):

@@ -11,7 +11,7 @@ from vqjax import DenseHead, convert
 from vqjax.embeddings import (
   Int8Embedding,
   ScalarEmbedding,
-  compact_file,
+  table_file,
 )
 from vqjax.embeddings.scalar import scalar_levels
 
@@ -75,7 +75,7 @@ def test_levels_are_packed_at_their_bits_and_read_back(bits, tmp_path):
   assert compact.data.nbytes == -(-vocab * dim * bits // 8)
   assert embedding.inference_size().state_bytes == compact.nbytes
   compact.save(tmp_path / "small.safetensors")
-  read = compact_file.open_compact(tmp_path / "small.safetensors")
+  read = table_file.open_table(tmp_path / "small.safetensors")
   np.testing.assert_array_equal(read.codes_of(np.arange(vocab)), levels)
   # Not compiled as a whole, where a product and its sum may be rounded at once.
   wanted = np.asarray(embedding.apply(variables, method="table"))

@@ -11,7 +11,7 @@ import pytest
 
 from experiments import gemma_compression
 from tests.lm.checkpoints.families import V, small
-from vqjax.lm.compression.search import Compression
+from vqjax.lm.compression.decoder_tables import DecoderTables
 from vqjax.lm.texts import TextWindows
 from vqjax.tables import Moments
 
@@ -23,7 +23,7 @@ def test_the_page_has_the_bytes_of_an_ideal_coder():
     json.loads((DOCS / "results" / name).read_text("utf-8"))["sizes"]
     for name in ("compression-ideal.json", "compression.json")
   )
-  page = (DOCS / "compression.md").read_text("utf-8")
+  page = (DOCS / "results" / "pretrained.md").read_text("utf-8")
   # The file is the one that was judged.
   assert all(row["bytes"] == tables[size]["bytes"] for size, row in found.items())
   assert all(row["step"] == tables[size]["step"] for size, row in found.items())
@@ -39,7 +39,7 @@ def compression():
   model, variables = small("gemma3_text", vocab_size=V)
   hidden = np.random.default_rng(0).normal(size=(64, model.dim))
   counts = np.random.default_rng(1).integers(0, 50, V)
-  return Compression(model, variables, Moments(hidden.T @ hidden / 64, counts, 64))
+  return DecoderTables(model, variables, Moments(hidden.T @ hidden / 64, counts, 64))
 
 
 def test_a_packed_table_has_its_bytes_and_is_kept(compression, tmp_path):
@@ -47,7 +47,7 @@ def test_a_packed_table_has_its_bytes_and_is_kept(compression, tmp_path):
   known, variables = gemma_compression.with_packed_table(options, compression, 0.011)
   # Ranks were reckoned with 4 bytes, and so few rows need 1.
   assert 11_000 - 3 * V - 1 <= known["bytes"] <= 11_000 - 3 * V
-  table = compression.tables["embedding"]
+  table = compression.made.tables["embedding"]
   error = np.asarray(variables["params"]["embedding"]["weight"]) - table
   assert 0 < (error**2).mean() < 0.1 * table.var()
   again, kept = gemma_compression.with_packed_table(options, compression, 0.011)
@@ -75,9 +75,9 @@ def test_kept_tables_of_other_moments_or_another_version_are_made_again(
   options = argparse.Namespace(work=tmp_path)
   known, _ = gemma_compression.with_coded_table(options, compression, 0.007)
   assert gemma_compression.kept_table(tmp_path, compression, 0.007) == known
-  own = compression.moments["embedding"]
+  own = compression.made.moments["embedding"]
   others = dataclasses.replace(own, counts=own.counts + 1)
-  other = Compression(compression.model, compression.variables, others)
+  other = DecoderTables(compression.model, compression.variables, others)
   assert gemma_compression.kept_table(tmp_path, other, 0.007) is None
   monkeypatch.setattr(
     gemma_compression.container, "VERSION", gemma_compression.container.VERSION + 1
@@ -127,7 +127,7 @@ def test_each_form_in_memory_is_timed(compression, tmp_path, monkeypatch):
   monkeypatch.setattr(gemma_compression, "ROUNDS", 1)
   tokenizer = types.SimpleNamespace(encode=lambda text: [2, 5, 7])
   found = gemma_compression.generation_speed(options, compression, tokenizer, lambda line: None)
-  table = compression.tables["embedding"]
+  table = compression.made.tables["embedding"]
   sizes = {name: way["table_bytes"] for name, way in found["ways"].items()}
   assert sizes["original, float32"] == 2 * sizes["original, bfloat16"] == table.nbytes
   # A level a number, and a scale for each 32.
@@ -137,6 +137,6 @@ def test_each_form_in_memory_is_timed(compression, tmp_path, monkeypatch):
 
 
 def test_the_settings_are_those_of_the_tables(compression):
-  found = gemma_compression.result_settings(compression.moments["embedding"], np.ones(V))
-  assert found["classes"] == len(compression.tables_at(1.0)["embedding"].steps)
+  found = gemma_compression.result_settings(compression.made.moments["embedding"], np.ones(V))
+  assert found["classes"] == len(compression.made.tables_at(1.0)["embedding"].steps)
   assert found["calibration_tokens"] == 64

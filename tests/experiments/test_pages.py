@@ -28,12 +28,12 @@ def kept(name):
 @pytest.mark.parametrize(
   ("shown", "name", "page"),
   [
-    (gemma_compression.shown, "compression.json", "compression.md"),
-    (gemma_compression.shown, "compression-packed.json", "compression.md"),
-    (small_models.shown, "compression-small.json", "compression.md"),
-    (routed.shown, "routed.json", "routed.md"),
-    (trimming.shown, "trimming.json", "exporting.md"),
-    (tuned_lens.shown, "lens.json", "lenses.md"),
+    (gemma_compression.shown, "compression.json", "results/pretrained.md"),
+    (gemma_compression.shown, "compression-packed.json", "results/pretrained.md"),
+    (small_models.shown, "compression-small.json", "results/pretrained.md"),
+    (routed.shown, "routed.json", "results/pretrained.md"),
+    (trimming.shown, "trimming.json", "results/pretrained.md"),
+    (tuned_lens.shown, "lens.json", "results/pretrained.md"),
   ],
 )
 def test_a_page_has_the_tables_of_its_results(shown, name, page):
@@ -50,7 +50,7 @@ def test_every_tuned_lens_is_below_the_logit_lens_at_every_block():
 PAGES = {
   "article": (article, lambda: [json.loads(article.RESULTS.read_text("utf-8"))]),
   "bottleneck": (bottleneck, lambda: [json.loads(bottleneck.RESULTS.read_text("utf-8"))]),
-  "generation": (
+  "drafters": (
     speculation_report,
     lambda: (
       [study_page.bench(DOCS, f"speculation{x}") for x in ("", "-run")]

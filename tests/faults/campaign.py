@@ -534,23 +534,26 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 PAGE = """\
-# Faults
-
-A small run is broken on purpose, once in each trial, and then the same command is run again. A
-trial ends well in one of three ways: the run ends bitwise like one that was never broken
-(parameters, optimiser, codes, data position, all rows of the metrics, and the scores); it does so
-and a warning says what was damaged, and for a damaged log which of its rows are lost; or the
-command prints one last line that says what is wrong and what to do. A silent difference, a hang, a
-traceback and an end without such a line are failures.
-
-{table}
+# Fault tolerance of training runs
 
 {failures}
 
-`make faults` runs the campaign and the long form of the property-based tests, and writes this page;
-`make check` has a short form of both. The faults of disks and of the clock are those of a
-library that is loaded before the others (`tests/faults/shim.c`). Trials fork one process that has
-imported the modules; signals during imports meet a new interpreter.
+A small run is broken on purpose, once a trial, and the command runs again. It must then do one of
+three things:
+
+- end bitwise like a run that was never broken (parameters, optimiser, codes, data position,
+  metrics, scores);
+- end so and warn, naming what was damaged and which rows of a log are lost;
+- print one last line that says what is wrong and what to do.
+
+A silent difference, a hang, a traceback, or an end without such a line is a failure.
+
+{table}
+
+`make faults` runs the campaign and the long property-based tests, and writes this page;
+`make check` runs a short form of both. A library that is loaded first makes the faults of disks and
+clocks (`tests/faults/shim.c`). Trials fork one process that has imported the modules; signals
+during imports meet a new interpreter.
 
 Run on {date} with Python {python}, on {machine}, at the one commit {commit}.
 """

@@ -71,7 +71,7 @@ def test_a_bfloat16_bias_of_a_frequent_token_gets_its_whole_gradient():
 
 
 def test_without_a_bias_no_probability_exceeds_one_over_the_size_of_its_code():
-  head = CodebookHead(12, 4, 3)
+  head = CodebookHead(12, 4, 3, assign.contiguous)
   best = lambda v, h: head.apply(v, h, 1, method="top_k")[0]
   top = results(best, random_variables(head), 100 * normal(50, 4))
   np.testing.assert_allclose(np.exp(top.max()), 1 / 4, rtol=1e-3)
@@ -90,7 +90,7 @@ def test_a_table_that_does_not_fit_is_refused_with_a_remedy(table, message):
   head = CodebookHead(10, 4, 3, lambda vocab, codes: table)
   with pytest.raises(ValueError, match=message) as error:
     abstract_variables(head)
-  assert "assign.contiguous" in str(error.value)
+  assert "assign.zipf_mass" in str(error.value)
 
 
 def test_contiguous_blocks_differ_by_at_most_one():
@@ -136,7 +136,9 @@ def test_a_code_whose_bias_is_minus_infinity_has_no_probability():
 
 @pytest.mark.parametrize("shape", [None, MeshShape(2, 2, 2)])
 def test_the_commitment_moves_hidden_vectors_and_not_the_codebook(shape):
-  head = CodebookHead(53, 6, 7, commitment=0.25, vocab_axis="model" if shape else None)
+  head = CodebookHead(
+    53, 6, 7, assign.contiguous, commitment=0.25, vocab_axis="model" if shape else None
+  )
   hidden, tokens = normal(4, 5, 6), np.random.default_rng(1).integers(0, 53, (4, 5))
   variables = random_variables(head)
   terms = lambda p, h: head.apply(variables | {"params": p}, h, tokens, method="loss_terms")[1]

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from tests import reference
 from tests.contract_of_representatives import RepresentativeContract
 from tests.jitted import abstract_variables, random_variables, results
+from tests.ops.exact import normals
 from vqjax import DenseEmbedding, DenseHead, SigSoftmax, linear_cross_entropy
 
 
@@ -53,6 +54,16 @@ def test_tying_shares_one_table_and_its_gradient_has_both_parts():
   loss = lambda table: reference.log_softmax(table[[1, 2]] @ table.T)[:, 3].sum()
   weight, found = (tree["params"]["embedding"]["weight"] for tree in (variables, gradient))
   reference.check_slopes((found,), loss, weight.astype(np.float64), atol=1e-5)
+
+
+def test_no_probability_depends_on_the_mean_of_the_rows():
+  head, (hidden, weight) = DenseHead(31, 4), normals(0, (5, 4), (31, 4))
+  weight += 3  # a mean that scores notice
+  run = jax.jit(lambda w: (
+    head.apply({"params": {"weight": w}}, hidden, np.arange(5), method="log_prob"),
+    head.apply({"params": {"weight": w - w.mean(axis=0)}}, hidden, np.arange(5), method="log_prob"),
+  ))  # fmt: skip
+  np.testing.assert_allclose(*run(weight), atol=2e-5)
 
 
 def test_the_initialiser_may_be_partitioned():

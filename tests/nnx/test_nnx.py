@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import pickle
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -214,7 +215,10 @@ def test_training_steps_lower_the_loss_and_leave_the_codes(name):
       log_prob, terms = head.loss_terms(HIDDEN, TOKENS, rngs=rngs)
       return sum(terms.values(), -log_prob.mean())
 
-    optimizer.update(head, nnx.grad(loss)(head, rngs))
+    # By parts, as NNX's tree mode wants it, whose `nnx.grad` takes no integers.
+    graph, params, rest = nnx.split(head, nnx.Param, ...)
+    of_params = lambda params, rest, rngs: loss(nnx.merge(graph, params, rest), rngs)
+    optimizer.update(head, nnx.grad(of_params)(params, rest, rngs))
     return -head.log_prob(HIDDEN, TOKENS).mean()
 
   rngs = nnx.Rngs(sample=1)
@@ -288,7 +292,7 @@ def test_a_tied_head_shares_the_table_and_its_gradient(kind):
 
     def loss(self):
       vectors = self.embed[TOKENS] if kind == "param" else self.embed(TOKENS)
-      return -self.head.log_prob(vectors, TOKENS).mean()
+      return -self.head.tied(self.embed).log_prob(vectors, TOKENS).mean()
 
   def dense(weight):
     given = {"params": {"weight": weight}}
@@ -312,16 +316,18 @@ def test_a_tied_codebook_shares_the_embedding():
     embedding = layers.CodebookEmbedding(V, D, 13, rngs=nnx.Rngs(0))
     head = layers.CodebookHead(V, D, 13, embedding=embedding, rngs=nnx.Rngs(1))
     embedding.codebook.set_value(embedding.codebook.get_value() * 2)
-    linen = head.layer.apply(head.linen_variables(), HIDDEN, TOKENS, method="log_prob")
-    assert head.embedding is embedding
-    assert len(jax.tree.leaves(nnx.state(head, nnx.Param))) == 1
-    return head.log_prob(HIDDEN, TOKENS), linen
+    if flax.config.nnx_graph_mode:
+      assert head.embedding is embedding
+      assert len(jax.tree.leaves(nnx.state(head, nnx.Param))) == 1
+    tied = head.tied(embedding)
+    linen = head.layer.apply(tied.linen_variables(), HIDDEN, TOKENS, method="log_prob")
+    return tied.log_prob(HIDDEN, TOKENS), linen
 
   assert_equal(*both())
 
 
 def test_stacked_heads_are_scanned():
-  @nnx.vmap(in_axes=(nnx.StateAxes({...: 0}),), out_axes=0)
+  @nnx.vmap(in_axes=0, out_axes=0)
   def create(rngs):
     return layers.CodebookHead(V, D, 13, rngs=rngs)
 
@@ -439,3 +445,26 @@ def test_signatures_name_the_fields():
   parameters = layers.CodebookHead.__signature__.parameters
   names = {f.name for f in dataclasses.fields(vqjax.CodebookHead)} - {"parent", "name"}
   assert names | {"rngs", "axis_rules"} == set(parameters)
+
+
+IDS = np.random.default_rng(0).zipf(1.4, 2000) % V
+
+
+def test_a_layer_begins_with_a_text_as_the_linen_layer_does():
+  fields = {"codes": 13}
+  linen = heads.CodebookHead.from_tokens(IDS, V, D, **fields)
+  head = layers.CodebookHead.from_tokens(IDS, V, D, **fields, rngs=nnx.Rngs(0))
+  assert head.layer == linen
+  expected = jax.jit(linen.init)(jax.random.key(0), HIDDEN)
+  assert_equal(head.linen_variables(), expected)
+
+
+def test_a_head_that_begins_with_a_text_shares_an_embedding_that_does():
+  text = vqjax.assign.TextStats.of(IDS, V)
+  embedding = layers.DenseEmbedding.from_tokens(text, V, D, rngs=nnx.Rngs(0))
+  head = layers.DenseHead.from_tokens(text, V, D, embedding=embedding, rngs=nnx.Rngs(0))
+  assert head.tied(embedding).embedding is embedding
+  np.testing.assert_array_equal(embedding.weight.get_value(), text.contexts(D))
+  np.testing.assert_array_equal(head.bias.get_value(), text.log_frequencies())
+  counted = layers.DenseHead.from_counts(text.counts, V, D, rngs=nnx.Rngs(0))
+  np.testing.assert_array_equal(counted.bias.get_value(), text.log_frequencies())

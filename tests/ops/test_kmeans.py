@@ -122,6 +122,19 @@ def test_inertia_is_that_of_scikit_learn(spread):
 
 
 @pytest.mark.slow
+def test_centers_of_a_sample_cost_little_more_than_those_of_all_points():
+  points = np.random.default_rng(5).normal(size=(20_011, 3)).astype(np.float32)
+  weights = np.random.default_rng(6).pareto(1.5, len(points)).astype(np.float32)
+  cost = lambda sample: float(
+    kmeans(jax.random.key(0), points, 16, weights=weights, sample=sample).inertia
+  )
+  everything = cost(None)
+  # A few points of large weight are the most of the cost.
+  assert everything < cost(64) < 1.03 * everything
+  # A sample that would be all of the points is not drawn.
+  assert cost(2000) == everything
+
+
 def test_a_weight_counts_a_point_so_often():
   points = blobs(67, 3, 5)
   counts = np.random.default_rng(2).integers(1, 6, 67)

@@ -7,17 +7,25 @@ import numpy as np
 import pytest
 
 from tests import jitted
-from vqjax import DenseHead, SigSoftmax, linear_softmax
+from vqjax import DenseHead, SigmoidCap, SigSoftmax, linear_softmax
 from vqjax.ops.scores import Softcap
 
 RAW = np.concatenate([np.linspace(-40, 40, 161), [-300, 90, 1000]])
 
 
-@pytest.mark.parametrize("function", [SigSoftmax(), Softcap(30.0)])
+@pytest.mark.parametrize("function", [SigSoftmax(), Softcap(30.0), SigmoidCap()])
 def test_the_slope_of_a_result_is_the_derivative_of_the_function(function):
   run = jax.jit(lambda raw: (function.slope(function(raw)), jax.vmap(jax.grad(function))(raw)))
   # Near its limits a cap loses the digits of 1 - tanh².
   np.testing.assert_allclose(*run(np.float32(RAW)), atol=2e-6)
+
+
+def test_a_sigmoid_in_place_of_tanh_is_the_same_softmax():
+  # c / 2 · (1 + tanh(x)) = c · sigmoid(2 x), and a softmax does not see the constant.
+  hidden, weight = np.float32(np.eye(3)), np.float32(RAW[:159].reshape(-1, 3))
+  both = {"softcap": 15}, {"output": SigmoidCap(30, 7.5, 0)}
+  run = lambda h, w, t: [linear_softmax(h, w, t, **option).log_prob for option in both]
+  np.testing.assert_allclose(*jitted.results(run, hidden, weight, np.array([0, 7, 9])), atol=1e-5)
 
 
 def test_sigsoftmax_multiplies_the_exponential_by_a_sigmoid():

@@ -1,5 +1,6 @@
 """Tests of entropy, mean, best tokens, softcap and losses against float64."""
 
+import contextlib
 import functools
 import inspect
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 from tests import reference
 from tests.ops.exact import compare, float64, normals
@@ -26,6 +28,7 @@ EVERYTHING = {
   "entropy": {"entropy": True},
   "mean_log_prob": {"mean": True},
   "top_log_probs": {"top_k": 5},
+  "collision": {"collision": True},
 }
 
 
@@ -38,6 +41,11 @@ def arrays(n, v, bias, d=6):
     bias_V[np.setdiff1d(np.arange(v), kept)] = -np.inf
   tokens = np.random.default_rng(1).choice(kept, n)
   return hidden, weight, None if bias is None else bias_V, tokens, kept
+
+
+def floats(found):
+  """The statistics in the order of `reference.linear_softmax`."""
+  return (*found[:5], found.collision)
 
 
 # Sums of a hundred terms and scores up to 10: some hundred roundings of 6e-8 each.
@@ -63,8 +71,9 @@ def test_all_results_and_their_gradients_together_equal_float64(
   n, v, tile, k, softcap, temperature, bias
 ):
   *operands, tokens, kept = arrays(n, v, bias)
-  outputs = {"entropy": True, "mean": True, "top_k": k, "softcap": softcap, "tile": tile}
-  ours = lambda h, w, b: linear_softmax(h, w, tokens, b, temperature=temperature, **outputs)[:5]
+  outputs = {"entropy": True, "mean": True, "top_k": k, "collision": True}
+  options = {"softcap": softcap, "tile": tile, "temperature": temperature}
+  ours = lambda h, w, b: floats(linear_softmax(h, w, tokens, b, **outputs, **options))
   whole = lambda h, w, b: reference.linear_softmax(
     h, w, b, tokens, kept, softcap, k, temperature=temperature
   )
@@ -91,14 +100,14 @@ def test_second_derivatives_of_all_outputs_equal_float64_on_tiles_that_overlap()
 
   def second(outputs, operands):
     def total(h, w, b):
-      _, _, entropy, mean, best = outputs(h, w, b)
-      return (entropy + mean + best.sum(-1) ** 2).sum()
+      _, _, entropy, mean, best, collision = outputs(h, w, b)
+      return (entropy + mean + best.sum(-1) ** 2 + collision).sum()
 
     slope = lambda *x: sum((d**2).sum() for d in jax.grad(total, (0, 1, 2))(*x))
     return jax.jit(jax.grad(slope, (0, 1, 2)))(*operands)
 
-  options = {"entropy": True, "mean": True, "top_k": 5, "tile": (4, 10)}
-  found = second(lambda h, w, b: linear_softmax(h, w, tokens, b, **options)[:5], operands)
+  options = {"entropy": True, "mean": True, "top_k": 5, "collision": True, "tile": (4, 10)}
+  found = second(lambda h, w, b: floats(linear_softmax(h, w, tokens, b, **options)), operands)
   with jax.enable_x64(True):
     whole = lambda h, w, b: reference.linear_softmax(h, w, b, tokens, kept, k=5)
     exact = second(whole, float64(operands))
@@ -110,7 +119,9 @@ def test_second_derivatives_of_all_outputs_equal_float64_on_tiles_that_overlap()
 def test_outputs_that_are_not_requested_are_none():
   hidden, weight, bias, tokens, _ = arrays(3, 11, "plain")
   found = jax.eval_shape(linear_softmax, hidden, weight, tokens, bias)
-  assert found[2:] == (None,) * 4
+  assert {name for name, x in found._asdict().items() if x is None} == found._asdict().keys() - {
+    "log_prob", "log_z", "is_best",
+  }  # fmt: skip
 
 
 @pytest.mark.fast_cases(2)
@@ -129,6 +140,34 @@ def test_the_best_tokens_are_those_of_sorting_and_minus_one_where_there_are_none
   expected = np.where(np.isneginf(np.take_along_axis(scores, expected, -1)), -1, expected)
   assert found.top_tokens.dtype == jnp.int32
   np.testing.assert_array_equal(found.top_tokens, expected)
+
+
+@pytest.mark.parametrize("shape", [None, (2, 4)])
+def test_the_rank_of_a_token_and_whether_it_is_the_best_are_those_of_sorting(shape):
+  hidden, weight, bias, tokens, kept = arrays(13, 101, "removes rows")
+  # Tokens of equal scores: none of them is above another.
+  bias[kept[::2]], weight[kept[::2]] = 0.3, weight[kept[0]]
+  best = (hidden @ weight.T + bias).argmax(axis=-1)
+  tokens = np.where(np.arange(13) % 2, tokens, best)
+  tokens[5] = 101
+  options = {"rank": True, "softcap": 5.0, "tile": (4, 10)}
+  run = lambda h, w, b: linear_softmax(h, w, tokens, b, **options, vocab_axis="model")
+  with meshes(shape):
+    found = jax.device_get(jax.jit(run)(hidden, weight, bias))
+  exact = np.float64(hidden) @ np.float64(weight).T + bias
+  # Equal rows have equal scores, whatever the order of their sums is.
+  exact[:, kept[::2]] = exact[:, kept[:1]]
+  own = np.take_along_axis(exact, np.minimum(tokens, 100)[:, None], axis=-1)
+  expected = np.where(tokens < 101, 1 + (exact > own).sum(axis=-1), -1)
+  np.testing.assert_array_equal(found.rank, expected)
+  np.testing.assert_array_equal(found.is_best, expected == 1)
+
+
+def meshes(shape):
+  """The context of a mesh of rows of this shape, or of one device."""
+  if shape is None:
+    return contextlib.nullcontext()
+  return jax.set_mesh(jax.make_mesh(shape, ("data", "model"), (AxisType.Auto,) * 2))
 
 
 def test_equal_scores_come_in_the_order_of_their_rows():
@@ -219,6 +258,38 @@ def test_losses_without_a_meaning_are_refused(options, message):
     inspect.unwrap(linear_cross_entropy)(hidden, weight, tokens, bias, **options)
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("shape", [None, (2, 4)])
+def test_weights_of_classes_are_those_of_their_targets(shape, reduction):
+  *operands, tokens, _ = arrays(13, 101, "plain")
+  class_weight, token_weight = np.random.default_rng(5).random((2, 101), np.float32)
+  class_weight[tokens[2]], token_weight, padded = 0, token_weight[:13], tokens.copy()
+  padded[[4, 9]] = -100
+  weights = {"token_weight": token_weight, "ignore_index": -100, "vocab_axis": "model"}
+  ours = lambda h, w, b, classes: (
+    linear_cross_entropy(h, w, padded, b, class_weight=classes, reduction=reduction, **weights),
+  )
+
+  def whole(h, w, b, classes):
+    log_prob = jax.nn.log_softmax(h @ w.T + b)[np.arange(13), tokens]
+    # A weight of 0 leaves a token out, and has no gradient itself.
+    share = jnp.where((padded < 0) | (classes[tokens] == 0), 0, classes[tokens] * token_weight)
+    each = -share * log_prob
+    return ({"none": each, "sum": each.sum(), "mean": each.sum() / share.sum()}[reduction],)
+
+  with meshes(shape):
+    compare(ours, whole, (*operands, class_weight), atol=ATOL)
+
+
+def test_weights_of_classes_that_have_no_meaning_are_refused():
+  hidden, weight, _, tokens, _ = arrays(3, 20, "plain")
+  loss = functools.partial(inspect.unwrap(linear_cross_entropy), hidden, weight, tokens)
+  with pytest.raises(ValueError, match=r"`class_weight` must be \[20\].* got \(3,\)"):
+    loss(class_weight=np.ones(3, np.float32))
+  with pytest.raises(ValueError, match="`label_smoothing` must be 0 where `class_weight`"):
+    loss(class_weight=np.ones(20, np.float32), label_smoothing=0.1)
+
+
 def test_weights_and_masks_of_another_shape_than_the_tokens_are_refused():
   hidden, weight, tokens = np.ones((5, 4)), np.ones((31, 4)), np.zeros(5, np.int32)
   with pytest.raises(ValueError, match=r"`mask` must be bool of shape \(5,\)"):
@@ -251,15 +322,17 @@ def test_results_of_tokens_that_a_mask_leaves_out_are_zero_without_a_gradient():
   @functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
   def run(h, w, b, tokens, mask):
     options = {"entropy": True, "mean": True, "top_k": 3, "temperature": 0.7, "tile": (4, 10)}
+    options |= {"collision": True, "rank": True}
     found = linear_softmax(h, w, tokens, b, mask=mask, **options)
-    return sum(x.sum() for x in found[:5]), found
+    return sum(x.sum() for x in floats(found)), found
 
   (value, found), gradients = jax.device_get(run(broken, weight, bias, odd, mask))
   (expected, _), alone = run(hidden[mask], weight, bias, tokens[mask], None)
   np.testing.assert_allclose(value, expected, rtol=1e-5)
-  for statistic in found[:5]:
+  for statistic in (*floats(found), found.is_best):
     assert not statistic[~mask].any()
-  assert (found.top_tokens[~mask] == -1).all()
+  for numbers in (found.top_tokens, found.rank):
+    assert (numbers[~mask] == -1).all()
   assert not gradients[0][~mask].any()
   np.testing.assert_allclose(gradients[0][mask], alone[0], atol=1e-5)
   for ours, wanted in zip(gradients[1:], alone[1:]):
@@ -365,3 +438,20 @@ def test_tokens_that_are_left_out_are_not_scored(counted):
   np.testing.assert_allclose(found[0][mask], exact[0], atol=2e-5)
   assert not found[0][~mask].any()
   np.testing.assert_allclose(found[1], exact[1], atol=2e-5)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_precision_is_of_all_products_in_both_directions(reduction):
+  hidden, weight, _, tokens, _ = arrays(13, 101, "plain")
+
+  def loss(h, w):
+    # Compiled inside, so that the rules of the gradient are traced after the call.
+    run = jax.jit(lambda *x: linear_cross_entropy(*x, tokens, reduction=reduction, **options))
+    return run(h, w).sum()
+
+  options = {"label_smoothing": 0.1, "precision": "highest"}
+  highest = (jax.lax.Precision.HIGHEST,) * 2
+  with device.using(device.current()._replace(tokens=8, vocab=64, kept=0, balance=0.0)):
+    assert reference.precisions_of(jax.grad(loss, (0, 1)), hidden, weight) == {highest}
+  with pytest.raises(ValueError, match=r"`precision` must be .* got 'best'"):
+    ScoreOptions(precision="best")

@@ -102,6 +102,7 @@ def test_inside_of_a_shard_map_over_tokens_loss_and_gradients_are_those_of_all_t
 def test_all_outputs_inside_of_a_shard_map_over_tokens_equal_those_outside():
   mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
   outputs = {"entropy": True, "mean": True, "top_k": 5, "softcap": 3.0, "tile": TILE}
+  outputs |= {"collision": True, "rank": True}
   all_of = lambda h, w, b, t: linear_softmax(h, w, t, b, **outputs)
   specs = P("data"), P(), P(), P("data")
   spread = jax.shard_map(all_of, mesh=mesh, in_specs=specs, out_specs=P("data"))

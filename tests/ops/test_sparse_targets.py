@@ -1,5 +1,6 @@
 """Tests of losses against a few tokens of each distribution, in float64 from all logits."""
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -206,6 +207,25 @@ class TestSparseTargetLoss:
     assert not found[0][~counts].any()
     chex.assert_trees_all_close((found[0][counts], *found[1:]), alone, atol=ATOL, rtol=0)
 
+  @pytest.mark.parametrize("shape", [None, MeshShape(2, 1, 4)])
+  def test_shifted_targets_of_one_hidden_vector_are_the_sum_of_their_losses(self, shape):
+    arrays = normals(0, (13, D), (V, D), (V,))
+    text = np.random.default_rng(1).integers(0, V, 13)
+    text[4:7] = 7  # the targets of a hidden vector may repeat
+    shifted = np.stack([np.pad(text[k:], (0, k), constant_values=-100) for k in range(4)], axis=-1)
+    share = np.where(shifted < 0, 0, np.float32([1, 0.5, 0.25, 0.1]))
+    options = ScoreOptions(tile=(4, 10), vocab_axis="model")
+
+    def ours(h, w, b):
+      return (linear_sparse_target_loss(h, w, shifted, share, b, options=options).cross_entropy,)
+
+    def whole(h, w, b):
+      log_p = jax.nn.log_softmax(scores(h, w, b))
+      return (-sum(share[:, k] * log_p[np.arange(13), shifted[:, k]] for k in range(4)),)
+
+    with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
+      compare(ours, whole, arrays, atol=ATOL)
+
   def test_mass_on_a_token_outside_of_the_vocabulary_makes_the_loss_nan(self):
     *arrays, bias, tokens, probs = operands(3)
     tokens[1, 2] = V
@@ -254,7 +274,7 @@ def teacher_operands(*batch):
 
 class TestTopKDivergence:
   @pytest.mark.fast_cases(1)
-  @pytest.mark.parametrize("mixture", [0.3, 0, 1])
+  @pytest.mark.parametrize("mixture", [0.3, 0, 1, None])
   @pytest.mark.parametrize("options", OPTIONS)
   def test_values_and_all_gradients_equal_float64(self, mixture, options):
     hidden, weight, bias, _, _ = operands(13)
@@ -277,6 +297,8 @@ class TestTopKDivergence:
       if mixture == 1:
         log_p, log_q = log_q, log_p
       p, q = jnp.exp(log_p), jnp.exp(log_q)
+      if mixture is None:
+        return jnp.abs(p - q).sum(-1) / 2
       if mixture in (0, 1):
         return (q * (log_q - log_p)).sum(-1)
       log_m = jnp.log(mixture * q + (1 - mixture) * p)

@@ -14,7 +14,7 @@ import vqjax
 from tests import tiny
 from tests.jitted import initial_variables, results
 from vqjax import convert
-from vqjax.embeddings import ProductEmbedding, ScalarEmbedding, compact_file
+from vqjax.embeddings import ProductEmbedding, ScalarEmbedding, table_file
 
 torch = pytest.importorskip("torch")
 
@@ -50,9 +50,9 @@ def saved(written, tmp_path):
 def test_vectors_are_those_of_the_reader_in_numpy(saved):
   path, small = saved
   tokens = np.random.default_rng(0).integers(0, V, (3, 5))
-  found = torch_reader.TorchCompactEmbedding(path)(torch.tensor(tokens))
+  found = torch_reader.TorchTable(path)(torch.tensor(tokens))
   assert found.dtype == torch.float32
-  expected = compact_file.open_compact(path)[tokens]
+  expected = table_file.open_table(path)[tokens]
   # A mean may be added in another order.
   np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 if small.additive else 0)
 
@@ -61,7 +61,7 @@ def test_vectors_are_those_of_the_reader_in_numpy(saved):
 def test_scores_are_products_with_the_vectors_plus_the_bias(saved, batch):
   path, small = saved
   hidden = np.random.default_rng(0).normal(size=(*batch, D)).astype(np.float32)
-  found = torch_reader.TorchCompactEmbedding(path).scores(torch.tensor(hidden))
+  found = torch_reader.TorchTable(path).scores(torch.tensor(hidden))
   expected = hidden.astype(np.float64) @ results(small.table).astype(np.float64).T
   expected = expected if small.bias is None else expected + small.bias
   assert found.dtype == torch.float32
@@ -70,7 +70,7 @@ def test_scores_are_products_with_the_vectors_plus_the_bias(saved, batch):
 
 def test_a_model_in_bfloat16_has_scores(saved):
   path, _ = saved
-  exact, narrow = (torch_reader.TorchCompactEmbedding(path) for _ in range(2))
+  exact, narrow = (torch_reader.TorchTable(path) for _ in range(2))
   hidden = torch.randn(3, D, generator=torch.Generator().manual_seed(0))
   found = narrow.to(torch.bfloat16).scores(hidden.to(torch.bfloat16))
   # Eight bits of D products of order one.
@@ -83,7 +83,7 @@ def test_scalar_codes_are_read_at_their_bits(bits, tmp_path):
   rows = np.random.default_rng(0).normal(size=(V, 7))
   small = embedding.compact(convert.to_levels(embedding, rows))
   small.save(tmp_path / "small.safetensors")
-  found = torch_reader.TorchCompactEmbedding(tmp_path / "small.safetensors")(torch.arange(V))
+  found = torch_reader.TorchTable(tmp_path / "small.safetensors")(torch.arange(V))
   np.testing.assert_array_equal(found, results(small.table))
 
 
@@ -91,9 +91,27 @@ def test_vectors_are_rounded_to_the_dtype_of_the_embedding(tmp_path):
   embedding = ProductEmbedding(V, D, 6, 4, dtype=jnp.bfloat16)
   small = embedding.compact(initial_variables(embedding, np.arange(3)))
   small.save(tmp_path / "small.safetensors")
-  found = torch_reader.TorchCompactEmbedding(tmp_path / "small.safetensors")(torch.arange(V))
+  found = torch_reader.TorchTable(tmp_path / "small.safetensors")(torch.arange(V))
   assert found.dtype == torch.bfloat16
   np.testing.assert_array_equal(found.float(), results(small.table).astype(np.float32))
+
+
+@pytest.mark.programs(60)  # methods run operation by operation
+@pytest.mark.parametrize(
+  ("method", "size"), [(None, "4KB"), (vqjax.Packed(), "4KB"), (vqjax.Int8(group=4), None)]
+)
+def test_tables_of_every_codec_have_their_rows_and_scores(method, size, tmp_path):
+  rng = np.random.default_rng(0)
+  table, bias = rng.normal(size=(V, D)).astype(np.float32), rng.normal(size=V).astype(np.float32)
+  small = vqjax.compress(table, bytes=size, method=method, bias=bias)
+  small.save(tmp_path / "small.safetensors")
+  found = torch_reader.TorchTable(tmp_path / "small.safetensors")
+  rows = small.table()
+  np.testing.assert_allclose(found(torch.arange(V)), rows, atol=1e-5)
+  hidden = rng.normal(size=(3, D)).astype(np.float32)
+  scores = found.scores(torch.tensor(hidden))
+  np.testing.assert_allclose(scores, hidden @ rows.T + bias, atol=1e-4)
+  assert f"codec={small.codec}" in str(found)
 
 
 @pytest.mark.slow
@@ -105,8 +123,8 @@ def test_neither_the_module_nor_a_copy_of_its_file_imports_jax(copied, tmp_path)
   (tmp_path / "reader.py").write_text(pathlib.Path(torch_reader.__file__).read_text())
   script = (
     "import sys\n"
-    f"from {'reader' if copied else torch_reader.__name__} import TorchCompactEmbedding\n"
-    f"import torch\nsmall = TorchCompactEmbedding({str(tmp_path / 'small.safetensors')!r})\n"
+    f"from {'reader' if copied else torch_reader.__name__} import TorchTable\n"
+    f"import torch\nsmall = TorchTable({str(tmp_path / 'small.safetensors')!r})\n"
     f"print(*small.scores(small(torch.arange(5))).shape)\n"
     "assert not {'jax', 'flax'} & set(sys.modules)\n"
   )
@@ -119,11 +137,11 @@ def test_neither_the_module_nor_a_copy_of_its_file_imports_jax(copied, tmp_path)
 
 
 def test_printing_shows_the_sizes(saved):
-  assert f"{V}, {D}, codes=" in str(torch_reader.TorchCompactEmbedding(saved[0]))
+  assert f"{V}, {D}, codec=codes, codes=" in str(torch_reader.TorchTable(saved[0]))
 
 
 def test_tokens_outside_and_hidden_states_of_another_width_are_refused(saved):
-  small = torch_reader.TorchCompactEmbedding(saved[0])
+  small = torch_reader.TorchTable(saved[0])
   for token in (-1, V):
     with pytest.raises(IndexError, match=rf"`tokens` must be in \[0, {V}\)"):
       small(torch.tensor([0, token]))
@@ -134,8 +152,9 @@ def test_tokens_outside_and_hidden_states_of_another_width_are_refused(saved):
 @pytest.mark.parametrize(
   ("old", "new", "message"),
   [
-    (b'"version":"2"', b'"version":"1"', "`version` .*'2'.*'1'"),
-    (b'"format":"vqjax-c', b'"format":"other-c', "`format` .*other-c"),
+    (b'"version":"1"', b'"version":"9"', "`version` .*'1'.*'9'"),
+    (b'"format":"vqjax-t', b'"format":"other-t', "`format` .*other-t"),
+    (b'"codec":"codes"', b'"codec":"other"', "`codec` .*other"),
     (b'"V":"101"', b'"V":"900"', "bytes of codes"),
   ],
 )
@@ -146,7 +165,7 @@ def test_a_file_that_contradicts_itself_is_refused(saved, old, new, message):
   path.write_bytes(whole.replace(old, new))
   tiny.with_new_checksum(path)
   with pytest.raises(ValueError, match=message):
-    torch_reader.TorchCompactEmbedding(path)
+    torch_reader.TorchTable(path)
 
 
 @pytest.mark.programs(40)
@@ -167,7 +186,7 @@ def test_a_table_of_torch_is_compressed_as_one_of_numpy(dtype):
       hidden=hidden.double().numpy(),
       bias=own[:, 0].astype(np.float32),
     )
-    np.testing.assert_array_equal(found.data, wanted.data)
+    np.testing.assert_array_equal(found.form.data, wanted.form.data)
     np.testing.assert_array_equal(found.bias, wanted.bias)
 
 

@@ -1,11 +1,18 @@
 """Assignments of tokens to codes, and the perplexity floor that they imply.
 
 An assignment is int32 [V], token -> code. `CodebookHead(assignment_init=...)` takes the array, or a
-function (vocab, codes) -> assignment: `contiguous`, `Random`, `FrequentAlone`.
+function (vocab, codes) -> assignment, such as `zipf_mass`. What a text tells is in `TextStats`.
 """
 
 from vqjax.assign.bisection import bisected
-from vqjax.assign.blocks import FrequentAlone, Random, contiguous, equal_count, equal_mass
+from vqjax.assign.blocks import (
+  FrequentAlone,
+  Random,
+  contiguous,
+  equal_count,
+  equal_mass,
+  zipf_mass,
+)
 from vqjax.assign.checks import Assignment, Given, check_shape, checked_assignment
 from vqjax.assign.clusters import (
   Clustering,
@@ -15,8 +22,9 @@ from vqjax.assign.clusters import (
   frequent_alone,
 )
 from vqjax.assign.exchange import Exchanged, bigrams, exchange
-from vqjax.assign.groups import Grouping, grouping, memory_groups
+from vqjax.assign.groups import Grouping, grouping, memory_groups, ordered_in_groups
 from vqjax.assign.lower_bound import Floor, Offender, floor
+from vqjax.assign.text import TextStats, context_vectors
 
 __all__ = [
   "Assignment",
@@ -28,6 +36,7 @@ __all__ = [
   "Grouping",
   "Offender",
   "Random",
+  "TextStats",
   "assigned_within",
   "balanced_kmeans",
   "bigrams",
@@ -35,6 +44,7 @@ __all__ = [
   "by_kmeans",
   "check_shape",
   "checked_assignment",
+  "context_vectors",
   "contiguous",
   "equal_count",
   "equal_mass",
@@ -43,4 +53,6 @@ __all__ = [
   "frequent_alone",
   "grouping",
   "memory_groups",
+  "ordered_in_groups",
+  "zipf_mass",
 ]

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from vqjax.assign.checks import check_codes, checked_counts
 
-__all__ = ["FrequentAlone", "Random", "contiguous", "equal_count", "equal_mass"]
+__all__ = ["FrequentAlone", "Random", "contiguous", "equal_count", "equal_mass", "zipf_mass"]
 
 
 def contiguous(vocab: int, codes: int) -> Int[np.ndarray, "V"]:
@@ -111,3 +111,20 @@ def equal_mass(counts: ArrayLike, codes: int) -> Int[np.ndarray, "V"]:
   table = np.empty(vocab, np.int32)
   table[order] = np.searchsorted(starts, np.arange(vocab), side="right") - 1
   return table
+
+
+def zipf_counts(vocab: int) -> Int[np.ndarray, "V"]:
+  """Counts under Zipf's law: token v occurs 1/(v + 1) times as often as token 0."""
+  if vocab < 1:
+    raise ValueError(f"`vocab` must be at least 1; got {vocab}. Give the number of tokens.")
+  return np.maximum(10**9 // np.arange(1, vocab + 1, dtype=np.int64), 1)
+
+
+def zipf_mass(vocab: int, codes: int) -> Int[np.ndarray, "V"]:
+  """Bins of equal mass under Zipf's law: frequent tokens alone, the rarest with many others.
+
+  The best assignment that is known without data, for token ids in order of falling frequency, as
+  those of word-level tokenizers are and those of BPE merges roughly are.
+  """
+  check_codes(vocab, codes)
+  return equal_mass(zipf_counts(vocab), codes)

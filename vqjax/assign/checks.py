@@ -17,7 +17,18 @@ Assignment = (
 )
 """A function (vocab, codes) -> int32 [V], token -> code, or the integers themselves."""
 
-REMEDY = "Build it with assign.contiguous(vocab, codes) or another function of vqjax.assign."
+REMEDY = "Build it with assign.zipf_mass(vocab, codes) or another function of vqjax.assign."
+
+
+def table_of(given: Any) -> Any:
+  """The table of a result such as `exchange(...)`, `by_kmeans(...)` or `grouping(...)`.
+
+  That is its assignment or, where it has none, its order; what is not such a result stays.
+  """
+  for name in ("assignment", "order"):
+    if name in getattr(given, "_fields", ()):
+      return getattr(given, name)
+  return given
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,10 +39,13 @@ class Given:
   compared and hashed.
 
   Attributes:
-    table: the array, with its first axis in the order of the token ids.
+    table: the array, with its first axis in the order of the token ids, or what `table_of` takes.
   """
 
   table: ArrayLike
+
+  def __post_init__(self):
+    object.__setattr__(self, "table", table_of(self.table))
 
   def __call__(self, *request: Any) -> np.ndarray:
     """The array; for arguments (vocab, codes), an assignment that is checked."""
@@ -39,7 +53,10 @@ class Given:
 
   def __eq__(self, other: object) -> bool:
     """Whether the arrays are equal, since modules are compared by their fields."""
-    return isinstance(other, Given) and np.array_equal(self.table, other.table)
+    # Copies of a layer share the array: most comparisons, as before each call, look at no number.
+    return isinstance(other, Given) and (
+      self.table is other.table or np.array_equal(self.table, other.table)
+    )
 
   def __hash__(self) -> int:
     """Hash of the content of the array."""
@@ -61,7 +78,7 @@ def checked_assignment(assignment: ArrayLike, vocab: int, codes: int) -> Int[np.
   Raises:
     ValueError: it has another length than `vocab`, is not of integers, or has codes outside [0, K).
   """
-  table = np.asarray(assignment)
+  table = np.asarray(table_of(assignment))
   check_shape(table.shape, vocab)
   if not np.issubdtype(table.dtype, np.integer):
     raise ValueError(f"`assignment` must hold integers; got {table.dtype}. {REMEDY}")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
-from vqjax.assign.checks import REMEDY, check_shape
+from vqjax.assign.checks import REMEDY, check_shape, table_of
 
-__all__ = ["Grouping", "grouping", "memory_groups"]
+__all__ = ["Grouping", "grouping", "memory_groups", "ordered_in_groups"]
 
 
 class Grouping(NamedTuple):
@@ -35,7 +36,7 @@ def grouping(assignment: ArrayLike) -> Grouping:
   Raises:
     ValueError: there are no tokens, no integers, a negative cluster, or a cluster without tokens.
   """
-  table = np.asarray(assignment)
+  table = np.asarray(table_of(assignment))
   check_shape(table.shape, table.size)
   if not table.size or not np.issubdtype(table.dtype, np.integer):
     raise ValueError(
@@ -57,6 +58,39 @@ def grouping(assignment: ArrayLike) -> Grouping:
     )
   order = np.argsort(table, kind="stable").astype(np.int32)
   return Grouping(tuple(sizes.tolist()), order)
+
+
+def in_order(key: Any, shape: tuple[int, ...], dtype: Any) -> Int[Array, "V"]:
+  """The identity order: an `order_init` for a head that a text or a conversion reorders."""
+  del key
+  return jnp.arange(shape[0], dtype=dtype)
+
+
+def ordered_in_groups(
+  cluster: Int[np.ndarray, "V"], counts: Int[np.ndarray, "V"], sizes: Int[np.ndarray, "G"]
+) -> Int[np.ndarray, "V"]:
+  """The tokens, group after group: a cluster in each, the most frequent tokens first.
+
+  The largest cluster goes to the largest group, the second largest to the second largest, and so
+  on. If a cluster is larger than its group, its rarest tokens move to groups with free slots.
+
+  Args:
+    cluster: the cluster of each token, in [0, G).
+    counts: number of occurrences of each token.
+    sizes: number of tokens of each group.
+  """
+  groups = len(sizes)
+  largest_first = lambda sizes: np.argsort(-sizes, kind="stable")
+  group_of_cluster = np.empty(groups, np.int64)
+  cluster_sizes = np.bincount(cluster, minlength=groups)
+  group_of_cluster[largest_first(cluster_sizes)] = largest_first(sizes)
+  group = group_of_cluster[cluster]
+  order = np.lexsort((-counts, group))
+  tokens = np.bincount(group, minlength=groups)
+  rank = np.arange(len(order)) - (np.cumsum(tokens) - tokens)[group[order]]
+  left_over = order[rank >= sizes[group[order]]]
+  group[left_over] = np.repeat(np.arange(groups), np.maximum(sizes - tokens, 0))
+  return np.lexsort((-counts, group))
 
 
 def memory_groups(vocab: int, arrays: float | int = 4) -> int:

@@ -1,52 +1,56 @@
-"""Command that compresses the vocabulary tables of a pretrained model, nearly without loss.
+"""Command that compresses the vocabulary tables of a model, or one table, nearly without loss.
 
+vqjax compress gemma-3-270m-q4_k_m.gguf --bytes 65MB --out small
 vqjax compress gemma-3-270m-q4_k_m.gguf --kl 0.01 --text news.txt code.txt --out small
-vqjax compress gemma-3-270m-q4_k_m.gguf --bytes 45MB --text news.txt code.txt --out smaller
-vqjax compress medium --kl 0.01 --moments moments.safetensors --text news.txt --out small
+vqjax compress model.safetensors:lm_head.weight --bytes 1/16 --out head.safetensors
+vqjax compress table.npy --bytes 1/8 --counts counts.npy --hidden hidden.npy --out table.safetensors
 vqjax compress large --bytes 1GB --table model.embed_tokens.weight moments.safetensors --out small
 """
 
 import argparse
+import difflib
 import pathlib
-import re
 
-from vqjax.commands.console import new_parser, option, run
+import numpy as np
+
+from vqjax.commands.console import flag, new_parser, option, run
 from vqjax.commands.models import DTYPES, PRETRAINED, load_model
 from vqjax.lab.exits import say
-from vqjax.lm.checkpoints import RUNTIMES
+from vqjax.lm import checkpoints
+from vqjax.lm.checkpoints import RUNTIMES, Loaded, inspect
+from vqjax.lm.compression.calibration import zipf_counts
 from vqjax.lm.compression.folders import (
   CompressionJob,
   TensorJob,
   check_paths,
   compress_model,
   compress_tensors,
+  read_moments,
 )
+from vqjax.lm.compression.judging import TABLES
 from vqjax.lm.records import one_line
+from vqjax.lm.sources.readers import open_source
 from vqjax.lm.texts import check_different, data_path, read_texts
+from vqjax.lm.tokenizers.reading import find_tokenizer
+from vqjax.outputs import check_output
+from vqjax.tables import byte_budget, compress
 from vqjax.tables.container import UNPACKED
+from vqjax.tables.tensor_files import open_file
 
 __all__ = ["main"]
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
-
-def size_of(text: str) -> int:
-  """The bytes of a size such as 65MB.
+def bound_of(text: str) -> str:
+  """A bound of bytes such as 1/16 or 65MB, as it was given.
 
   Raises:
-    argparse.ArgumentTypeError: it is not a size.
+    argparse.ArgumentTypeError: it is not one.
   """
-  match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
   try:
-    size = float(match[1]) * UNITS[match[2].upper()]
-    if not 1 <= size < 2**63:
-      raise ValueError("no file has so many bytes")
-    return int(size)
-  except (TypeError, KeyError, ValueError):
-    raise argparse.ArgumentTypeError(
-      f"`--bytes` must be a number of bytes such as 65MB; got {text!r}. Use KB, MB or GB."
-    ) from None
+    byte_budget(text, 1)
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(str(error)) from None
+  return text
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,21 +60,29 @@ def main(arguments: list[str] | None = None) -> int:
     "Compress the vocabulary tables of a pretrained model to a divergence from it, or to a size.",
     "The same command again resumes an interrupted one.",
   )
-  parser.add_argument("model", help=PRETRAINED)
+  parser.add_argument(
+    "model", help=f"{PRETRAINED}; FILE.safetensors:TENSOR, or ARRAY.npy, for one table"
+  )
   bound = parser.add_mutually_exclusive_group(required=True)
   option(bound, "--kl", "mean divergence, nats a token, such as 0.01", float, metavar="NATS")
-  option(bound, "--bytes", "bytes of the tables: 65MB", size_of, metavar="SIZE")
+  option(
+    bound,
+    "--bytes",
+    "bytes of the tables: 65MB, or 1/8 of what they take now",
+    bound_of,
+    metavar="SIZE",
+  )
   option(
     parser,
     "--text",
     "text of each domain that matters, in UTF-8: counts, calibration, and without --held-out the"
-    " last fifth to report on",
+    " last fifth to report on. Without any the model writes its own",
     pathlib.Path,
     [],
     nargs="+",
   )
   option(parser, "--held-out", "text to report on", pathlib.Path, [], nargs="+")
-  option(parser, "--out", "new folder", pathlib.Path, required=True, metavar="FOLDER")
+  option(parser, "--out", "new folder, or file of one table", pathlib.Path, required=True)
   option(
     parser,
     "--moments",
@@ -80,18 +92,25 @@ def main(arguments: list[str] | None = None) -> int:
   option(
     parser,
     "--table",
-    "compress a tensor [V, D] of safetensors of any architecture by a file of moments, without"
-    " running the model; may be given several times",
+    "compress a tensor [V, D] of a folder of any architecture without running it, by a file of"
+    " moments where there is one; may be given several times",
     default=[],
-    nargs=2,
+    nargs="+",
     action="append",
     metavar=("TENSOR", "MOMENTS"),
   )
+  option(
+    parser,
+    "--counts",
+    "occurrences of tokens for a table whose model is not run: a file .npy, or zipf for ids that"
+    " fall with frequency (default: all alike)",
+    metavar="FILE",
+  )
+  option(parser, "--hidden", "sample of the hidden states that one table scores: a file .npy")
+  flag(parser, "--compare", "compare with block types of GGUF, which takes minutes")
   option(parser, "--tokens", "calibration tokens", int, 2**14)
   option(parser, "--window", "tokens of a window", int, 256)
-  option(
-    parser, "--dtype", "number format of the rest of the model", default="float32", choices=DTYPES
-  )
+  option(parser, "--dtype", "number format the model is run in", default="float32", choices=DTYPES)
   option(
     parser,
     "--runtime",
@@ -101,31 +120,95 @@ def main(arguments: list[str] | None = None) -> int:
     default=UNPACKED,
     choices=RUNTIMES,
   )
-  work = lambda options: (_compress_tensors if options.table else _compress)(options)
-  return run(parser, arguments, work, _misplaced)
+  return run(parser, arguments, _run, _misplaced)
+
+
+def _run(options: argparse.Namespace) -> None:
+  if _array_of(options.model) is not None:
+    _compress_array(options)
+  elif options.table:
+    _compress_tensors(options)
+  else:
+    _compress(options)
+
+
+def _array_of(model: str) -> tuple[str, str | None] | None:
+  """The file of one table, and the name of its tensor in safetensors; None for a model."""
+  if model.endswith(".npy"):
+    return model, None
+  path, colon, tensor = model.rpartition(":")
+  is_tensor = colon and path.endswith(".safetensors") and not pathlib.Path(model).exists()
+  return (path, tensor) if is_tensor else None
 
 
 def _misplaced(options: argparse.Namespace) -> str | None:
   """What is wrong with options that are given together."""
   texts = options.text or options.held_out
+  if _array_of(options.model) is not None:
+    if texts or options.table or options.compare or options.runtime != UNPACKED:
+      return "one table needs no `--text`, `--table`, `--compare` or `--runtime`: nothing is run"
+    if options.moments and (options.counts or options.hidden):
+      return "`--moments` has the counts and hidden states: leave out `--counts` and `--hidden`"
+    return None
   if options.table and (options.bytes is None or texts or options.moments):
     return (
       "`--table` needs `--bytes`, and no `--text`, `--held-out` or `--moments`: the model is not"
       " run"
     )
-  if len(dict(options.table)) < len(options.table):
+  if any(len(table) > 2 for table in options.table):
+    return "`--table` takes a tensor and a file of moments, and may be given several times"
+  if len({table[0] for table in options.table}) < len(options.table):
     return "`--table` must name different tensors, each with its file of moments"
   if options.table and options.runtime != UNPACKED:
     return "`--table` needs no `--runtime`: the model is not one that this library loads"
-  if not options.table and not options.text:
-    return "`--text` must be given, or `--table` for a model that is not run"
+  if options.hidden or (options.counts and not options.table):
+    return "`--counts` and `--hidden` are for tables whose model is not run"
+  if options.held_out and not options.text:
+    return "`--held-out` needs `--text`"
   return None
 
 
+def _counts(options: argparse.Namespace, vocab: int) -> np.ndarray | None:
+  if options.counts == "zipf":
+    return zipf_counts(vocab)
+  return None if options.counts is None else np.load(data_path(options.counts, kind="--counts"))
+
+
+def _compress_array(options: argparse.Namespace) -> None:
+  path, tensor = _array_of(options.model)
+  file = data_path(path, kind="model")
+  check_output(options.out, "--out", folder=False)
+  if tensor is None:
+    table = np.load(file, mmap_mode="r", allow_pickle=False)
+  else:
+    tensors, _ = open_file(file)
+    if tensor not in tensors:
+      near = difflib.get_close_matches(tensor, tensors, 3, 0.0)
+      raise ValueError(
+        f"`model` must name a tensor of {file}; got {one_line(tensor)}. Similar names:"
+        f" {', '.join(map(one_line, near))}."
+      )
+    table = tensors[tensor].array
+  given = {"bytes": options.bytes, "kl": options.kl}
+  if options.moments:
+    given["moments"] = read_moments(options.moments)
+  else:
+    given["counts"] = _counts(options, len(table))
+    if options.hidden:
+      given["hidden"] = np.load(data_path(options.hidden, kind="--hidden"), mmap_mode="r")
+  small = compress(table, **given)
+  small.save(options.out)
+  print(f"{small.report}\nresult: {one_line(options.out)}")
+
+
 def _compress_tensors(options: argparse.Namespace) -> None:
-  moments = {name: pathlib.Path(path) for name, path in options.table}
+  moments = {name: pathlib.Path(paths[0]) if paths else None for name, *paths in options.table}
   model = data_path(options.model, kind="model")
-  made = compress_tensors(TensorJob(model, options.out, options.bytes, moments), say)
+  counts = None
+  if options.counts:
+    name = next(iter(moments))
+    counts = _counts(options, open_source(model).tensors[name].shape[0])
+  made = compress_tensors(TensorJob(model, options.out, options.bytes, moments, counts), say)
   report = made["report"]
   for name, table in made["tables"].items():
     print(f"{one_line(name)}: {table['bytes']:,} bytes")
@@ -139,13 +222,18 @@ def _compress(options: argparse.Namespace) -> None:
   given = {"--text": options.text, "--held-out": options.held_out}
   found = [data_path(str(p), kind=kind) for kind, paths in given.items() for p in paths]
   check_different([path.resolve() for path in found], "--text` and `--held-out")
+  model = data_path(options.model, kind="model")
+  size = None
+  if options.bytes is not None:
+    parts = inspect(model).parts
+    size = byte_budget(options.bytes, sum(p.bytes for p in parts if p.name in TABLES))
   job = CompressionJob(
-    model=data_path(options.model, kind="model"),
-    texts=read_texts(options.text),
+    model=model,
+    texts=read_texts(options.text) if options.text else {},
     held_out=read_texts(options.held_out, "--held-out"),
     out=options.out,
     kl=options.kl,
-    size=options.bytes,
+    size=size,
     moments=options.moments,
     hidden_tokens=options.tokens,
     search_tokens=max(1, options.tokens // 8),
@@ -153,16 +241,33 @@ def _compress(options: argparse.Namespace) -> None:
     window=options.window,
     dtype=options.dtype,
     runtime=options.runtime,
+    compares=options.compare,
   )
   # Before the minutes that loading may take.
   check_paths(job)
-  result = compress_model(job, load_model(options.model, dtype=options.dtype), say)
+  result = compress_model(job, _loaded(options), say)
   held = result["held_out"]
+  of = "held-out text" if options.text else "text that the model wrote itself"
   print(
-    f"tables: {result['bytes']:,} bytes; held-out text: KL {held['kl']:.5f} nats/token, 99th"
+    f"tables: {result['bytes']:,} bytes, before {result['bytes_before']:,}"
+    f" ({', '.join(result['formats_before'])}); {of}: KL {held['kl']:.5f} nats/token, 99th"
     f" percentile {held['kl_p99']:.4f}, same best token {100 * held['top1']:.2f} %,"
     f" {held['nats']:.4f} nats/token, before {held['nats_before']:.4f}, over {held['tokens']:,}"
     f" tokens\ncompressing took {result['seconds']:.0f} s and"
     f" {result['peak_bytes'] / 1e9:.2f} GB of memory\nresult: {one_line(options.out)},"
     " with report.md"
   )
+
+
+def _loaded(options: argparse.Namespace) -> Loaded:
+  """The model; without a text it needs no tokenizer."""
+  if options.text:
+    return load_model(options.model, dtype=options.dtype)
+  path = data_path(options.model, kind="model")
+  try:
+    tokenizer = find_tokenizer(open_source(path))
+  except ValueError as error:
+    say(f"without its tokenizer: {error}")
+    tokenizer = None
+  loaded = checkpoints.load(path, dtype=DTYPES[options.dtype], tokenizer=False)
+  return loaded._replace(tokenizer=tokenizer)

@@ -17,6 +17,7 @@ from rich.table import Table
 from vqjax.commands.console import OutputFile, flag, new_parser, option, run
 from vqjax.lab.exits import say
 from vqjax.lm.checkpoints import Inspection, inspect
+from vqjax.lm.checkpoints.inspection import Tensors, inspect_tensors, is_known
 from vqjax.lm.records import one_line
 
 __all__ = []
@@ -29,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
     "Print the parts of a pretrained model, their sizes and number formats, whether the head is"
     " tied, and the share of the vocabulary tables. The weights are read with --vocabulary only.",
   )
-  parser.add_argument("model", help="folder of safetensors, a GGUF, or a .bin file of llama2.c")
+  parser.add_argument(
+    "model", help="folder or file of safetensors, a GGUF, or a .bin file of llama2.c"
+  )
   flag(parser, "--json", "print JSON")
   tables = parser.add_argument_group("vocabulary tables")
   flag(
@@ -73,7 +76,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _parts(options: argparse.Namespace) -> None:
   from vqjax.lm.texts import data_path
 
-  found = inspect(data_path(options.model, kind="model"))
+  path = data_path(options.model, kind="model")
+  if not is_known(path):
+    _show_tensors(inspect_tensors(path), options.json)
+    return
+  found = inspect(path)
   if options.json:
     totals = {name: getattr(found, name) for name in ("params", "bytes", "vocabulary_share")}
     print(json.dumps(dataclasses.asdict(found) | totals, indent=2))
@@ -109,6 +116,36 @@ def _vocabulary(options: argparse.Namespace) -> None:
   if options.page is not None:
     write_table_page(found, options.page, pathlib.Path(options.model).name)
     say(f"page: {options.page}")
+
+
+def _show_tensors(found: Tensors, as_json: bool) -> None:
+  """Print the tables of a file whose architecture is not known."""
+  if as_json:
+    print(json.dumps(dataclasses.asdict(found), indent=2))
+    return
+  console = Console()
+  kind = "no architecture of this library"
+  if found.architecture is not None:
+    kind = f"{one_line(found.architecture)}, {kind}"
+  console.print(f"[bold]{escape(one_line(found.path))}[/]: {escape(kind)}", highlight=False)
+  table = Table("table", "shape", "format")
+  for column in ("bytes", "share"):
+    table.add_column(column, justify="right")
+  for row in found.tables:
+    share = f"{100 * row.bytes / max(1, found.bytes):.1f} %"
+    shape = " x ".join(f"{size:,}" for size in row.shape)
+    table.add_row(escape(one_line(row.name)), shape, row.format, f"{row.bytes:,}", share)
+  table.add_section()
+  table.add_row(f"all {found.tensors:,} tensors", "", "", f"{found.bytes:,}", "100.0 %")
+  console.print(table)
+  if found.tables and found.tables[0].format != "rANS":
+    name = escape(one_line(found.tables[0].name))
+    console.print(
+      f"Compress a table: vqjax compress {escape(one_line(found.path))} --bytes 1/8 --table {name}"
+      " --out small",
+      highlight=False,
+      soft_wrap=True,
+    )
 
 
 def _show_inspection(found: Inspection, console: Console) -> None:

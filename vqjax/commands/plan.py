@@ -13,8 +13,9 @@ from rich.console import Console
 
 from vqjax.commands.console import OutputFile, option
 from vqjax.commands.run_folders import config_parser, with_config
+from vqjax.lab import chips
 from vqjax.lab.config import Experiment
-from vqjax.lab.plan import chips, compiling, printing
+from vqjax.lab.plan import compiling, printing
 from vqjax.lab.plan.step_plan import step_plan, with_vocab_everywhere
 from vqjax.lm import records
 from vqjax.sharding import make_mesh

@@ -6,7 +6,6 @@ A `Mapping` assigns tokens to codes, an `Ordering` sorts them for a grouped head
 table.
 """
 
-from vqjax.convert.from_array import Clusters, Method, Product, Report, Scalar, compress
 from vqjax.convert.from_table import (
   Guide,
   LearnedCodes,
@@ -46,14 +45,13 @@ from vqjax.convert.targets import (
   ToProduct,
   ToResidual,
 )
-from vqjax.convert.trained_variables import frozen, merged, part_of, to_head, with_part
+from vqjax.convert.trained_variables import frozen, head_of, merged, part_of, to_head, with_part
 
 __all__ = [
   "Balanced",
   "Brown",
   "ByClusters",
   "ByFrequency",
-  "Clusters",
   "ContextKMeans",
   "ContextVectors",
   "Fixed",
@@ -63,11 +61,7 @@ __all__ = [
   "LearnedCodes",
   "LikelyTokens",
   "Mapping",
-  "Method",
   "Ordering",
-  "Product",
-  "Report",
-  "Scalar",
   "Shuffled",
   "ToCodebook",
   "ToDense",
@@ -79,8 +73,8 @@ __all__ = [
   "ToResidual",
   "TokenStats",
   "clustered",
-  "compress",
   "frozen",
+  "head_of",
   "in_order",
   "likely_tokens",
   "merged",

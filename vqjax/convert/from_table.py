@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vqjax.assign.checks import check_codes
 from vqjax.assign.multiple import code_dtype
+from vqjax.assign.rows import SAMPLE, product_kmeans
 from vqjax.convert.trained_variables import Variables
 from vqjax.embeddings import (
   DPQEmbedding,
@@ -147,7 +148,9 @@ def to_clusters(
   def cluster(key, points, weights=weights):
     points = jnp.asarray(points, jnp.float32)
     weights = None if weights is None else jnp.asarray(weights, jnp.float32)
-    clusters = kmeans(key, points, embedding.codes, weights=weights, iterations=iterations)
+    clusters = kmeans(
+      key, points, embedding.codes, weights=weights, iterations=iterations, sample=SAMPLE
+    )
     return np.asarray(clusters.centers), np.asarray(clusters.assignment)
 
   if embedding.additive:
@@ -226,21 +229,11 @@ def product_codes(
   iterations: int = 25,
 ) -> tuple[Float[np.ndarray, "M K C"], Int[np.ndarray, "V M"]]:
   """The values and the codes of product quantisation, with `to_clusters`' arguments."""
-  width, values, assigned = rows.shape[1] // subspaces, [], []
-  weights = None if weights is None else jnp.asarray(weights, jnp.float32)
-  for m, own_key in enumerate(jax.random.split(key, subspaces)):
-    own = slice(m * width, (m + 1) * width)
-    points = jnp.asarray(np.asarray(rows[:, own], np.float32))
-    if second is not None:
-      # d S dᵀ is the squared length of d L, where S = L Lᵀ.
-      root = np.linalg.cholesky(np.asarray(second, np.float64)[own, own]).astype(np.float32)
-      points = jnp.matmul(points, root, precision="highest")
-    found = kmeans(own_key, points, codes, weights=weights, iterations=iterations)
-    centers = np.asarray(found.centers)
-    values.append(centers if second is None else np.linalg.solve(root.T, centers.T).T)
-    assigned.append(np.asarray(found.assignment))
-  values, assigned = np.stack(values), np.stack(assigned, axis=1)
+  values, assigned = product_kmeans(
+    rows, codes, subspaces, key=key, weights=weights, second=second, iterations=iterations
+  )
   if second is not None and subspaces > 1:
+    weights = None if weights is None else jnp.asarray(weights, jnp.float32)
     values, assigned = _descend(rows, values, assigned, second, weights, fit=True)
   return values, assigned
 

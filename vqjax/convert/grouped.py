@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
 from vqjax import assign
 from vqjax.assign.blocks import by_frequency
+from vqjax.assign.groups import in_order
 from vqjax.convert.mappings import Mapping, TokenStats, as_mapping
 from vqjax.convert.targets import check_kind
 from vqjax.heads import GroupedHead, Head, UnsharedGroupedHead
@@ -57,10 +57,7 @@ class Shuffled:
 
 @dataclasses.dataclass(frozen=True)
 class ByClusters:
-  """One cluster of tokens in each group, the most frequent tokens first.
-
-  The largest cluster goes to the largest group, the second largest to the second largest, and so
-  on. If a cluster is larger than its group, its rarest tokens move to groups with free slots.
+  """One cluster of tokens in each group, as `assign.ordered_in_groups` puts them.
 
   Attributes:
     mapping: makes as many clusters as there are groups; `Balanced()` moves the fewest tokens. Or
@@ -75,23 +72,7 @@ class ByClusters:
   def __call__(self, stats: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
     groups = len(sizes)
     cluster = assign.checked_assignment(self.mapping(stats, groups), len(stats.counts), groups)
-    largest_first = lambda sizes: np.argsort(-sizes, kind="stable")
-    group_of_cluster = np.empty(groups, np.int64)
-    cluster_sizes = np.bincount(cluster, minlength=groups)
-    group_of_cluster[largest_first(cluster_sizes)] = largest_first(sizes)
-    group = group_of_cluster[cluster]
-    order = np.lexsort((-stats.counts, group))
-    tokens = np.bincount(group, minlength=groups)
-    rank = np.arange(len(order)) - (np.cumsum(tokens) - tokens)[group[order]]
-    left_over = order[rank >= sizes[group[order]]]
-    group[left_over] = np.repeat(np.arange(groups), np.maximum(sizes - tokens, 0))
-    return np.lexsort((-stats.counts, group))
-
-
-def in_order(key: Array, shape: tuple[int, ...], dtype: Any) -> Int[Array, "V"]:
-  """The identity order: an `order_init` for a head that a conversion reorders."""
-  del key
-  return jnp.arange(shape[0], dtype=dtype)
+    return assign.ordered_in_groups(cluster, stats.counts, sizes)
 
 
 def token_order(by: Ordering, stats: TokenStats, head: Head) -> Int[np.ndarray, "V"]:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-import scipy.sparse
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
 from vqjax import assign
+from vqjax.assign.rows import unit_rows
 
 __all__ = [
   "Balanced",
@@ -172,36 +172,8 @@ class Fixed:
 
 
 def _embedded_contexts(stats: TokenStats, width: int, seed: int) -> Float[np.ndarray, "V D"]:
-  """Embeddings of the tokens from their neighbours in the text.
-
-  The leading singular vectors, scaled by the square roots of the singular values, of the positive
-  pointwise mutual information between a token and the tokens before and after it. A random rotation
-  then spreads the variance over all `width` dimensions. Source: Levy and Goldberg, Neural word
-  embedding as implicit matrix factorization, 2014.
-
-  Raises:
-    ValueError: the vocabulary has fewer than two tokens.
-    ImportError: scikit-learn is not installed.
-  """
-  if len(stats.counts) < 2:
-    raise ValueError(f"`stats.counts` must be of two tokens or more; got {len(stats.counts)}")
-  try:
-    from sklearn.utils.extmath import randomized_svd
-  except ImportError as error:
-    raise ImportError(
-      "embeddings of contexts need scikit-learn; install it with `pip install 'vqjax[lab]'`"
-    ) from error
-  pairs = assign.bigrams(stats.tokens, len(stats.counts)).tocsr().astype(np.float64)
-  both = scipy.sparse.hstack([pairs, pairs.T.tocsr()]).tocoo()
-  row, column = np.asarray(both.sum(axis=1)).ravel(), np.asarray(both.sum(axis=0)).ravel()
-  information = np.log(both.data * both.data.sum() / (row[both.row] * column[both.col]))
-  positive = scipy.sparse.csr_array(
-    (np.maximum(information, 0), (both.row, both.col)), shape=both.shape
-  )
-  rank = min(width, len(stats.counts) - 1)
-  left, value, _ = randomized_svd(positive, rank, random_state=seed)
-  rotation = np.linalg.qr(np.random.default_rng(seed).normal(size=(width, width)))[0]
-  return np.pad(left * np.sqrt(value), ((0, 0), (0, width - rank))) @ rotation
+  pairs = assign.bigrams(stats.tokens, len(stats.counts))
+  return assign.context_vectors(pairs, width, seed=seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,17 +201,13 @@ class ContextVectors:
       ValueError: this holds for all tokens.
     """
     rows = _embedded_contexts(stats, width, self.seed)
-    squared = (rows**2).sum(axis=1, keepdims=True)
+    squared = (rows**2).sum(axis=1)
     if not squared.any():
       raise ValueError(
         "`stats.tokens` must have tokens that follow some others more often than by chance; got"
         f" {len(stats.tokens)} tokens of which none does. Give more text, or begin at random."
       )
-    if not self.equal_lengths:
-      return rows / np.sqrt(squared.mean())
-    # A row of zeros is one of rounding errors after the decomposition.
-    exists = squared > 1e-20 * squared.max()
-    return np.where(exists, rows / np.sqrt(np.where(exists, squared, 1)), 0)
+    return unit_rows(rows) if self.equal_lengths else rows / np.sqrt(squared.mean())
 
 
 @dataclasses.dataclass(frozen=True)

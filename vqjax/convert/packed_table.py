@@ -125,16 +125,19 @@ class PackedTable:
 
   def rows(self, first: int = 0, last: int | None = None) -> Float[np.ndarray, "R D"]:
     """Rows `first` to `last` of the table, float32."""
-    last = len(self.rank) if last is None else last
+    return self.rows_of(np.arange(first, len(self.rank) if last is None else last))
+
+  def rows_of(self, ids: Int[np.ndarray, "n"]) -> Float[np.ndarray, "n D"]:
+    """The rows of the given tokens, float32."""
     layer, variables = self.embedding()
     # Once, and not for each block of rows.
     variables = jax.tree.map(jnp.asarray, variables)
-    found = np.empty((last - first, len(self.inverse)), np.float32)
-    for start in range(first, last, READ):
+    found = np.empty((len(ids), len(self.inverse)), np.float32)
+    for start in range(0, len(ids), READ):
       # The last rows are filled up, so that they need no program of their own.
-      tokens = np.minimum(np.arange(start, start + READ), len(self.rank) - 1)
-      stop = min(start + READ, last)
-      found[start - first : stop - first] = _read(layer, variables, tokens)[: stop - start]
+      some = np.pad(ids[start : start + READ], (0, max(0, start + READ - len(ids))))
+      rows = _read(layer, variables, some)
+      found[start : start + READ] = rows[: min(READ, len(ids) - start)]
     return found
 
   def table(self) -> Float[np.ndarray, "V D"]:

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 
 from vqjax.assign.checks import checked_rows
 from vqjax.assign.multiple import code_dtype
+from vqjax.assign.rows import code_means, low_rank, nearest_codes
 from vqjax.convert.from_table import product_codes
 from vqjax.convert.mappings import Mapping, TokenStats, as_mapping
 from vqjax.heads import (
@@ -48,19 +49,6 @@ def check_kind(head: Head, kind: type[Head], target: Any) -> None:
       f"`head` must be a {kind.__name__} for {type(target).__name__}; got a {type(head).__name__}."
       " Use the target of that class."
     )
-
-
-def _means(
-  rows: Float[np.ndarray, "V D"],
-  weights: Float[np.ndarray, "V"],
-  code: Int[np.ndarray, "V"],
-  codes: int,
-) -> Float[np.ndarray, "K D"]:
-  """The weighted mean of the rows on each code; 0 for a code without tokens."""
-  mass = np.bincount(code, weights, codes)
-  sums = np.zeros((codes, rows.shape[1]))
-  np.add.at(sums, code, rows * weights[:, None])
-  return sums / np.where(mass > 0, mass, 1)[:, None]
 
 
 def unigram_bias(stats: TokenStats, code: Int[np.ndarray, "V"]) -> Float[np.ndarray, "V"]:
@@ -117,7 +105,7 @@ class ToCodebook:
   def __call__(self, stats: TokenStats, head: Head) -> dict:
     check_kind(head, CodebookHead, self)
     code = self.mapping(stats, head.codes)
-    params = {"codebook": _means(stats.output, stats.counts + 1.0, code, head.codes)}
+    params = {"codebook": code_means(stats.output, stats.counts + 1.0, code, head.codes)}
     params |= _code_bias(stats, head, code)
     return {"params": params, "codes": {"assignment": code}}
 
@@ -144,18 +132,10 @@ class ToResidual:
     check_kind(head, ResidualCodebookHead, self)
     code = self.mapping(stats, head.codes)
     weights = (stats.counts + 1.0) ** self.power
-    codebook = _means(stats.output, weights, code, head.codes)
-    low, up = _low_rank(stats.output - codebook[code], weights, head.rank)
+    codebook = code_means(stats.output, weights, code, head.codes)
+    low, up = low_rank(stats.output - codebook[code], weights, head.rank)
     params = {"codebook": codebook, "low": low, "up": up} | _bias(stats, head)
     return {"params": params, "codes": {"assignment": code.astype(code_dtype(head.codes))}}
-
-
-def _low_rank(rows, weights, rank) -> tuple[np.ndarray, np.ndarray]:
-  """Weighted low-rank factors (low [V, R], up [R, D]) of the rows."""
-  rows = np.asarray(rows, np.float64)
-  second = (rows * weights[:, None]).T @ rows
-  up = np.linalg.eigh(second)[1][:, ::-1][:, :rank].T
-  return rows @ up.T, up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +151,7 @@ class ToLowRank:
   def __call__(self, stats: TokenStats, head: Head) -> dict:
     check_kind(head, LowRankHead, self)
     weights = (stats.counts + 1.0) ** self.power
-    low, up = _low_rank(stats.output, weights, head.rank)
+    low, up = low_rank(stats.output, weights, head.rank)
     return {"params": {"weight": low, "down": up} | _bias(stats, head)}
 
 
@@ -240,23 +220,10 @@ class ToLearnedCodebook:
   def __call__(self, stats: TokenStats, head: Head) -> dict:
     check_kind(head, LearnedCodebookHead, self)
     code = self.mapping(stats, head.codes)
-    codebook = _means(stats.output, stats.counts + 1.0, code, head.codes)
-    candidates = _candidates(stats.output, codebook, code, head.candidates)
+    codebook = code_means(stats.output, stats.counts + 1.0, code, head.codes)
+    candidates = nearest_codes(stats.output, codebook, code, head.candidates)
     choice = np.zeros(candidates.shape)
     choice[:, 0] = 1  # the mapping's code begins as the most likely one
     params = {"codebook": codebook, "choice": choice}
     params |= _code_bias(stats, head, code)
     return {"params": params, "codes": {"candidates": candidates.astype(code_dtype(head.codes))}}
-
-
-def _candidates(rows, codebook, code, count, chunk=4096) -> Int[np.ndarray, "V C"]:
-  """The code of each row, followed by the nearest other codes, nearest first."""
-  chunks = []
-  for start in range(0, len(rows), chunk):
-    part, own = rows[start : start + chunk], code[start : start + chunk]
-    distance = (codebook**2).sum(axis=1) - 2 * part @ codebook.T
-    distance[np.arange(len(part)), own] = -np.inf
-    near = np.argpartition(distance, count - 1, axis=1)[:, :count]
-    order = np.take_along_axis(distance, near, axis=1).argsort(axis=1, kind="stable")
-    chunks.append(np.take_along_axis(near, order, axis=1))
-  return np.concatenate(chunks)

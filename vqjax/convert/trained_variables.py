@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from jaxtyping import Array, Float
 
 from vqjax.assign.multiple import code_dtype
@@ -16,7 +17,7 @@ from vqjax.heads import CodebookHead, Head, ProductHead
 from vqjax.ops import bit_packing
 from vqjax.ops.product import nearest_codes
 
-__all__ = ["frozen", "merged", "part_of", "to_head", "with_part"]
+__all__ = ["frozen", "head_of", "merged", "part_of", "to_head", "with_part"]
 
 Variables = dict[str, Any]
 """{collection: {name: array or subtree}}, as `module.init` returns it."""
@@ -25,6 +26,23 @@ Variables = dict[str, Any]
 def part_of(variables: Mapping[str, Any], name: str) -> Variables:
   """The variables of a model's submodule `name`, such as "head" or "embedding"."""
   return {collection: tree[name] for collection, tree in variables.items() if name in tree}
+
+
+def head_of(model: nn.Module, variables: Mapping[str, Any]) -> tuple[Head, Variables]:
+  """The head of a model as a layer by itself, and its variables.
+
+  Those of a tied head include the embedding's, under the name "embedding". The pair is that of
+  `flax.linen.Module.unbind`: `head.apply(variables, ...)`, or `vqjax.nnx.from_linen(*pair)`.
+
+  Args:
+    model: a model with fields `head` and `embedding`, such as `checkpoints.load` returns.
+    variables: its variables.
+  """
+  head, own = model.head.clone(parent=None), part_of(variables, "head")
+  if getattr(head, "embedding", None) is not None:
+    for collection, tree in part_of(variables, "embedding").items():
+      own[collection] = {**own.get(collection, {}), "embedding": tree}
+  return head, own
 
 
 def with_part(variables: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Variables:

@@ -21,13 +21,12 @@ over the vocabulary the device's rows.
 from __future__ import annotations
 
 import abc
-import dataclasses
 from typing import Any, final
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
-from vqjax.layer import Layer
+from vqjax.layer import VocabularyLayer
 from vqjax.ops import vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import check_arrays, in_vocabulary, value_of
@@ -39,19 +38,8 @@ __all__ = ["Embedding"]
 Arrays = dict[str, Any]
 
 
-class Embedding(Layer):
-  """A map from tokens to vectors: the contract that all embeddings pass.
-
-  Attributes:
-    vocab: number of tokens, V.
-    dim: width of the vectors, D.
-    vocab_axis: mesh axis over which the vocabulary is sharded (`jax.set_mesh`). None, or without
-      a mesh: every device holds the whole vocabulary.
-  """
-
-  vocab: int
-  dim: int
-  vocab_axis: str | None = dataclasses.field(default=None, kw_only=True)
+class Embedding(VocabularyLayer):
+  """A map from tokens to vectors: the contract that all embeddings pass."""
 
   @final
   def __call__(self, tokens: Integer[ArrayLike, "*B"]) -> Float[Array, "*B D"]:

@@ -7,11 +7,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from vqjax import assign
 from vqjax.assign.checks import check_codes
+from vqjax.assign.text import TextStats
 from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.ops import codes as code_ops
 from vqjax.ops import vocab_parallel
@@ -40,7 +43,7 @@ class CodebookEmbedding(Embedding):
   """
 
   codes: int
-  assignment_init: assign.Assignment = assign.contiguous
+  assignment_init: assign.Assignment = assign.zipf_mass
   codebook_init: Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
@@ -57,6 +60,12 @@ class CodebookEmbedding(Embedding):
 
   def check(self) -> None:
     check_codes(self.vocab, self.codes)
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """Codes by exchange with their mean contexts."""
+    code = text.codes(self.codes, init=self.assignment_init)
+    rows = text.means(code, self.codes, self.dim)
+    return {"assignment_init": code, "codebook_init": rows}
 
   def flops_per_token(self) -> int:
     """Zero: a lookup needs no arithmetic."""

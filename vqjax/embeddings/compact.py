@@ -8,13 +8,14 @@
 #   token v  -->  codes v·M to v·M + M - 1  -->  M vectors of `values`, concatenated or averaged
 #
 # Product codes, scalar levels (D codes that share one table of numbers) and codes with vectors of
-# full width are all of this form. `compact_file` reads the same file without JAX.
+# full width are all of this form. `table_file` reads the same file without JAX.
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,18 +25,39 @@ from jaxtyping import Array, Float, Integer
 from safetensors.numpy import save
 
 from vqjax import outputs
-from vqjax.embeddings import compact_file
+from vqjax.embeddings import table_file
 from vqjax.ops import bit_packing, product
 from vqjax.ops.vocabulary import in_vocabulary, value_of
 
 __all__ = ["CompactEmbedding"]
 
 
+def write_table(
+  path: str | os.PathLike[str],
+  codec: str,
+  tensors: Mapping[str, np.ndarray],
+  metadata: Mapping[str, Any],
+  bias: Float[np.ndarray, "V"] | None = None,
+) -> None:
+  """Write a file of a small table, which `table_file` describes; whole or not at all."""
+  # The library writes the memory of an array in another order as it lies.
+  tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+  texts = {"format": table_file.FORMAT, "version": table_file.VERSION}
+  texts |= {"codec": codec} | {name: str(value) for name, value in metadata.items()}
+  if bias is not None:
+    tensors["bias"], texts["bias"] = np.asarray(bias, np.float32), "true"
+  # At once, because the old file may be mapped.
+  with outputs.atomic_path(path) as partial:
+    # The checksum covers the header, which is therefore written twice, with the same length.
+    partial.write_bytes(save(tensors, metadata=texts | {"checksum": "0" * 8}))
+    value = table_file.table_checksum(partial)
+    partial.write_bytes(save(tensors, metadata=texts | {"checksum": value}))
+
+
 @functools.partial(
   jax.tree_util.register_dataclass,
   data_fields=("data", "values", "bias"),
   meta_fields=("vocab", "dim", "codes", "subspaces", "additive", "dtype"),
-  drop_fields=("report",),  # seconds among the static fields would compile a program for each
 )
 @dataclasses.dataclass(frozen=True)
 class CompactEmbedding:
@@ -54,7 +76,6 @@ class CompactEmbedding:
     additive: whether a vector is the mean of its values; otherwise their concatenation.
     dtype: name of the dtype to which the vectors are rounded.
     bias: float32 [V], the output bias that was trained with the table; None: there is none.
-    report: the `convert.Report` of the compression; not saved, and dropped by transformations.
   """
 
   # Untyped, because transformations put other objects into the leaves of a pytree.
@@ -67,7 +88,6 @@ class CompactEmbedding:
   additive: bool
   dtype: str = "float32"
   bias: Any = None
-  report: Any = None
 
   @property
   def bits(self) -> int:
@@ -99,30 +119,23 @@ class CompactEmbedding:
     return full / (self.vocab * self.subspaces * float(np.log2(self.codes)) + 32 * self.values.size)
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Write a safetensors file that `load` and `compact_file.open_compact` read.
+    """Write a safetensors file that `load` and `table_file.open_table` read.
 
     It appears whole or not at all, with a checksum in its metadata.
 
     Raises:
       ValueError: `dtype` is not that of a compact file.
     """
-    if self.dtype not in compact_file.DTYPES:
+    if self.dtype not in table_file.DTYPES:
       raise ValueError(
-        f"`dtype` must be one of {', '.join(compact_file.DTYPES)}; got {self.dtype!r}. Make the"
+        f"`dtype` must be one of {', '.join(table_file.DTYPES)}; got {self.dtype!r}. Make the"
         " embedding with one of them."
       )
     tensors = {"values": np.asarray(self.values), "codes": np.asarray(self.data)}
-    if self.bias is not None:
-      tensors["bias"] = np.asarray(self.bias)
-    # At once, because the old file may be mapped.
-    with outputs.atomic_path(path) as partial:
-      # The checksum covers the header, which is therefore written twice, with the same length.
-      partial.write_bytes(save(tensors, metadata=self._metadata() | {"checksum": "0" * 8}))
-      value = compact_file.compact_checksum(partial)
-      partial.write_bytes(save(tensors, metadata=self._metadata() | {"checksum": value}))
+    write_table(path, "codes", tensors, self._metadata(), self.bias)
 
-  def _metadata(self) -> dict[str, str]:
-    counts: dict[str, Any] = {
+  def _metadata(self) -> dict[str, Any]:
+    return {
       "V": self.vocab,
       "d": self.dim,
       "K": self.codes,
@@ -130,10 +143,6 @@ class CompactEmbedding:
       "additive": str(self.additive).lower(),
       "dtype": self.dtype,
     }
-    if self.bias is not None:
-      counts["bias"] = "true"
-    own = {"format": compact_file.FORMAT, "version": compact_file.VERSION}
-    return own | {name: str(value) for name, value in counts.items()}
 
   @classmethod
   def load(cls, path: str | os.PathLike[str]) -> "CompactEmbedding":
@@ -142,12 +151,12 @@ class CompactEmbedding:
     Raises:
       ValueError: the file is truncated, has another format or version, or codes of K or above.
     """
-    table = compact_file.open_compact(path)
+    table = table_file.open_table(path)
     shape = table.vocab, table.subspaces
     # K need not be a power of two: then `bits` bits can also spell codes without a value.
     if not bit_packing.is_below(table.data, shape, table.bits, table.codes):
       raise ValueError(
         f"the codes of {path} must be below K={table.codes}; some are not. Save the file again."
       )
-    names = [f.name for f in dataclasses.fields(cls) if f.name != "report"]
+    names = [f.name for f in dataclasses.fields(cls)]
     return cls(**{name: getattr(table, name) for name in names})

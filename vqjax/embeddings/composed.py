@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from vqjax import variables
+from vqjax.assign.text import TextStats
 from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.vocab_parallel import Sharded
@@ -69,6 +70,10 @@ class ComposedEmbedding(Embedding):
   def setup(self):
     super().setup()
     self.first, self.second = nn.Dense(self.hidden), nn.Dense(self.dim)
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    begun = self.inner.started_from(text)
+    return {"inner": None if begun is self.inner else begun}
 
   def flops_per_token(self) -> int:
     """The operations of the inner embedding and of the two layers."""

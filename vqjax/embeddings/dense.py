@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from vqjax.assign.text import TextStats
 from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Dtype
@@ -30,6 +33,10 @@ class DenseEmbedding(Embedding):
     """The table [V, D]."""
     shape, axes = (self.vocab, self.dim), ("vocab", "table_embed")
     return {"weight": Variable(shape, axes, self.weight_init, self.param_dtype, pad_value=0)}
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """Rows that are contexts."""
+    return {"weight_init": text.contexts(self.dim)}
 
   def flops_per_token(self) -> int:
     """Zero: a lookup needs no arithmetic."""

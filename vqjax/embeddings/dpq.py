@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
+from vqjax.assign.text import TextStats
 from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import bit_packing, vocab_parallel
@@ -84,6 +85,10 @@ class DPQEmbedding(Embedding):
         f"`quantizer` must make vectors of width dim={self.dim}; got width {self.quantizer.width}."
         " Give it the value_dim of the embedding's dim, or leave its widths out."
       )
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """Queries that are contexts."""
+    return {"query_init": text.contexts(self.quantizer.dim)}
 
   def flops_per_token(self) -> int:
     """The operations of the quantiser for one vector."""

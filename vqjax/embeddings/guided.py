@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from vqjax.assign.text import TextStats
 from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import in_vocabulary, mean_over
@@ -57,6 +58,10 @@ class GuidedEmbedding(Embedding):
       )
     if not 0 <= self.weight < math.inf:
       raise ValueError(f"`weight` must be finite and not negative; got {self.weight}. 1 is usual.")
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    begun = self.student.started_from(text)
+    return {"student": None if begun is self.student else begun}
 
   def flops_per_token(self) -> int:
     """The operations of the student."""

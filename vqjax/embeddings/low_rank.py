@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from vqjax.assign.rows import low_rank
+from vqjax.assign.text import TextStats
 from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Dtype
@@ -47,6 +51,14 @@ class LowRankEmbedding(Embedding):
         f"`rank` must be in [1, {most}]; got {self.rank} for a table of {self.vocab} x {self.dim}."
         " Use a DenseEmbedding for the full rank."
       )
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """The best product of two matrices for contexts."""
+    rows = text.contexts(self.dim)
+    if rows is None:
+      return {}
+    weight, up = low_rank(rows, text.weights(), self.rank)
+    return {"weight_init": weight, "up_init": up}
 
   def flops_per_token(self) -> int:
     """The product of r coefficients with the matrix [r, D]."""

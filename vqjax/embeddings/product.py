@@ -11,12 +11,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
+from vqjax.assign.text import TextStats
 from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import bit_packing, product
@@ -77,6 +79,13 @@ class ProductEmbedding(Embedding):
         f"`subspaces` must divide dim {self.dim}; got {self.subspaces}. Give a divisor, or"
         " additive=True."
       )
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """Product codes of contexts, for vectors that are M parts with values of their own."""
+    if self.shared or self.additive or not self._is_free("codes_init"):
+      return {}
+    values, codes = text.products(self.codes, self.subspaces, self.dim)
+    return {"codes_init": codes, "values_init": values}
 
   def flops_per_token(self) -> int:
     """The additions of M vectors where `additive`; otherwise zero."""

@@ -21,7 +21,7 @@ from vqjax.heads.routed import RoutedHead
 from vqjax.heads.sampled import SampledSoftmaxHead
 from vqjax.heads.unigram import UnigramBias, UnigramProposal
 from vqjax.heads.unshared import UnsharedGroupedHead
-from vqjax.ops.scores import SigSoftmax
+from vqjax.ops.scores import SigmoidCap, SigSoftmax
 
 __all__ = [
   "AdaptiveHead",
@@ -43,6 +43,7 @@ __all__ = [
   "RoutedHead",
   "SampledSoftmaxHead",
   "SigSoftmax",
+  "SigmoidCap",
   "UnigramBias",
   "UnigramProposal",
   "UnsharedGroupedHead",

@@ -18,11 +18,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
+from vqjax.assign.blocks import zipf_counts
+from vqjax.assign.rows import code_means
+from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.adaptive import Section, cluster_log_prob, concatenate_blocks
@@ -31,6 +35,10 @@ from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 __all__ = ["AdaptiveHead"]
+
+
+SHARES = 0.8, 0.9
+"""Parts of a text before the cutoffs: 20,000 and 80,000 of 267,735 words, as in the source."""
 
 
 class Cluster(NamedTuple):
@@ -52,14 +60,15 @@ class AdaptiveHead(Head):
   2017, Efficient softmax approximation for GPUs, Section 4.
 
   Attributes:
-    cutoffs: the first token of each cluster, ascending.
+    cutoffs: the first token of each cluster, ascending; None: those before which 80 and 90 % of a
+      text are, under Zipf's law.
     factor: ratio of the widths of consecutive clusters.
     head_init: initialiser of the [cutoff + clusters, D] weight of the first softmax.
     down_init: initialiser of the [width, D] projections.
     tail_init: initialiser of the [rows, width] weights of the clusters.
   """
 
-  cutoffs: tuple[int, ...]
+  cutoffs: tuple[int, ...] | None = None
   factor: int = 4
   head_init: Initializer = row_init
   down_init: Initializer = row_init
@@ -68,7 +77,7 @@ class AdaptiveHead(Head):
   def declare(self) -> Declaration:
     """The first softmax's weight, and each cluster's projection and weight."""
     clusters, dtype = self.clusters(), self.param_dtype
-    rows, axes = self.cutoffs[0] + len(clusters), ("vocab", "table_embed")
+    rows, axes = self._cutoffs[0] + len(clusters), ("vocab", "table_embed")
     declared = {"head": Variable((rows, self.dim), axes, self.head_init, dtype, pad_value=0)}
     for i, cluster in enumerate(clusters):
       shape = cluster.width, self.dim
@@ -84,8 +93,24 @@ class AdaptiveHead(Head):
     The projections of all clusters count for every token.
     """
     clusters = self.clusters()
-    rows = self.cutoffs[0] + len(clusters) + sum(cluster.width for cluster in clusters)
+    rows = self._cutoffs[0] + len(clusters) + sum(cluster.width for cluster in clusters)
     return 2 * (self.dim * rows + max(cluster.rows * cluster.width for cluster in clusters))
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """The cutoffs after 80 and 90 % of the text, and contexts as rows of the first softmax."""
+    found = {"cutoffs": frequent_cutoffs(text.counts, self.dim, self.factor)}
+    rows, cutoffs = text.contexts(self.dim), self.cutoffs or found["cutoffs"]
+    if rows is not None:
+      where = np.searchsorted(cutoffs, np.arange(self.vocab), side="right")
+      means = code_means(rows, text.counts + 1.0, where, len(cutoffs) + 1)
+      found["head_init"] = np.concatenate([rows[: cutoffs[0]], means[1:]])
+    return found
+
+  @property
+  def _cutoffs(self) -> tuple[int, ...]:
+    if self.cutoffs is not None:
+      return self.cutoffs
+    return frequent_cutoffs(zipf_counts(self.vocab), self.dim, self.factor)
 
   def clusters(self) -> tuple[Cluster, ...]:
     """The clusters of rare tokens, from the fields alone.
@@ -94,15 +119,15 @@ class AdaptiveHead(Head):
       ValueError: there is no cutoff, the cutoffs do not ascend or are outside (0, V), or `factor`
         is below 1 or leaves a cluster of width 0.
     """
-    ends = (*self.cutoffs, self.vocab)
-    if not self.cutoffs or any(a >= b for a, b in zip((0, *ends), ends)):
+    ends = (*self._cutoffs, self.vocab)
+    if not self._cutoffs or any(a >= b for a, b in zip((0, *ends), ends)):
       raise ValueError(
-        f"`cutoffs` must ascend inside of (0, {self.vocab}); got {tuple(self.cutoffs)}. Give the"
+        f"`cutoffs` must ascend inside of (0, {self.vocab}); got {tuple(self._cutoffs)}. Give the"
         " first token of each cluster, such as (20000, 80000) for 267735 tokens."
       )
     if self.factor < 1:
       raise ValueError(f"`factor` must be at least 1; got {self.factor}. 4 is usual.")
-    widths = [self.dim // self.factor ** (i + 1) for i in range(len(self.cutoffs))]
+    widths = [self.dim // self.factor ** (i + 1) for i in range(len(self._cutoffs))]
     if not widths[-1]:
       raise ValueError(
         f"`factor` must leave each cluster a width; got {self.factor}, which leaves width 0 of dim"
@@ -122,9 +147,9 @@ class AdaptiveHead(Head):
       return super()._log_prob(arrays, hidden, token, temperature)
     options = {"dtype": self._operand_dtype(hidden, arrays["head"]), "vocab_axis": self.vocab_axis}
     # 0 for a token of the first softmax, i + 1 for one of cluster i.
-    where = jnp.searchsorted(jnp.asarray(self.cutoffs), token, side="right")
+    where = jnp.searchsorted(jnp.asarray(self._cutoffs), token, side="right")
     # The row of cluster i is the i-th behind the tokens of the first softmax.
-    row = jnp.where(where == 0, token, self.cutoffs[0] - 1 + where).astype(jnp.int32)
+    row = jnp.where(where == 0, token, self._cutoffs[0] - 1 + where).astype(jnp.int32)
     padding = arrays["head_padding"]
     log_prob = softmax.linear_log_prob(hidden, arrays["head"], row, padding, **options)
     for i, cluster in enumerate(self.clusters()):
@@ -143,7 +168,7 @@ class AdaptiveHead(Head):
   def parts(self) -> dict[str, Sharded | Replicated]:
     """The variables, and a bias of -inf for the padding of each softmax."""
     parts = super().parts()
-    for name in ("head", *(f"tail_{i}" for i in range(len(self.cutoffs)))):
+    for name in ("head", *(f"tail_{i}" for i in range(len(self._cutoffs)))):
       count = parts[name].rows.shape[0]
       bias = vocab_parallel.bias_of_padding(None, count, self.vocab_axis)
       parts[f"{name}_padding"] = Sharded(bias, -jnp.inf)
@@ -152,7 +177,7 @@ class AdaptiveHead(Head):
   def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities, first of the first softmax and then of each cluster."""
     dtype, axis = self._operand_dtype(hidden, arrays["head"]), self.vocab_axis
-    head, first, clusters = arrays["head"], self.cutoffs[0], self.clusters()
+    head, first, clusters = arrays["head"], self._cutoffs[0], self.clusters()
     options = ScoreOptions(dtype=dtype, vocab_axis=axis)
 
     def blocks(hidden, name, rows, above):
@@ -176,3 +201,11 @@ class AdaptiveHead(Head):
       above = log_z(narrow, name) + log_z_head - cluster_scores[..., i]
       sections.append(Section(blocks(narrow, name, cluster.rows, above), cluster.first))
     return concatenate_blocks(tuple(sections))
+
+
+def frequent_cutoffs(counts: Int[np.ndarray, "V"], dim: int, factor: int) -> tuple[int, ...]:
+  """The cutoffs after 80 and 90 % of the text; one where two leave no width or no token."""
+  mass = np.cumsum(counts) / counts.sum()
+  found = np.clip(np.searchsorted(mass, SHARES) + 1, 1, max(1, len(counts) - 1))
+  kept = found if dim // max(1, factor) ** 2 else found[:1]
+  return tuple(np.unique(kept).tolist())

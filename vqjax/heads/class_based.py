@@ -12,11 +12,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vqjax import assign
+from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import class_softmax as class_ops
 from vqjax.ops import codes as code_ops
@@ -67,6 +70,15 @@ class ClassBasedHead(Head):
         f"`classes` must be in [1, vocab]; got {self.classes} for vocab {self.vocab}. The root of"
         " vocab is usual."
       )
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """Classes by exchange, and contexts as the rows of tokens and classes."""
+    code = text.codes(self.classes, init=self.assignment_init)
+    return {
+      "assignment_init": code,
+      "class_init": text.means(code, self.classes, self.dim),
+      "weight_init": text.contexts(self.dim),
+    }
 
   def flops_per_token(self) -> int:
     """A product of width D for each class and each token of a class of mean size."""

@@ -19,7 +19,7 @@
 from __future__ import annotations
 
 import math
-from typing import final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from vqjax import assign
 from vqjax.assign.checks import check_codes
+from vqjax.assign.text import TextStats
 from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.heads.base import Arrays, RegularizedHead
 from vqjax.ops import codes as code_ops
@@ -79,7 +80,7 @@ class CodebookHead(RegularizedHead):
   """
 
   codes: int
-  assignment_init: assign.Assignment = assign.contiguous
+  assignment_init: assign.Assignment = assign.zipf_mass
   token_bias: bool = False
   embedding: CodebookEmbedding | None = None
   commitment: float = 0.0
@@ -129,6 +130,16 @@ class CodebookHead(RegularizedHead):
     """The codebook and the code of each token, of the head itself or of its embedding."""
     own = arrays if self.embedding is None else arrays["embedding"]
     return own["codebook"], own["assignment"]
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """Codes by exchange with their mean contexts, and each token's frequency."""
+    found = super()._of_text(text)
+    if self.embedding is not None:
+      return found
+    options = {"token_bias": self.token_bias, "init": self.assignment_init}
+    code = text.codes(self.codes, **options)
+    rows = text.means(code, self.codes, self.dim)
+    return found | {"assignment_init": code, "codebook_init": rows}
 
   @final
   def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:

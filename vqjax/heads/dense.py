@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
+from vqjax.assign.text import TextStats
 from vqjax.embeddings.base import Embedding
 from vqjax.heads.base import Arrays, Head
 from vqjax.heads.linear import LinearHead
@@ -76,6 +77,11 @@ class DenseRows(Head):
         f"`embedding` must have vocab {self.vocab} and dim {self.dim}; got vocab {vocab} and dim"
         f" {dim}. Give the head and the embedding the same."
       )
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """Rows that are contexts, unless an embedding has them, and each token's frequency."""
+    rows = text.contexts(self.dim) if self.embedding is None else None
+    return super()._of_text(text) | {"weight_init": rows}
 
   def parts(self) -> dict[str, Any]:
     """The variables, and the table of an `nn.Embed`."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
+from vqjax.assign.text import TextStats
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.embeddings.dpq import DPQEmbedding
 from vqjax.heads.base import Arrays
@@ -54,6 +55,11 @@ class DPQHead(LinearHead):
     if self.use_bias:
       declared["bias"] = Variable((self.vocab,), ("vocab",), self.bias_init, self.param_dtype)
     return declared
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """Queries that are contexts, and each token's frequency."""
+    width = self._rows_embedding().quantizer.dim
+    return super()._of_text(text) | {"query_init": text.contexts(width)}
 
   def setup(self):
     super().setup()

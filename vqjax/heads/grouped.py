@@ -12,9 +12,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from flax import linen as nn
 
+from vqjax.assign.text import TextStats
 from vqjax.heads.two_level import TwoLevelHead
 from vqjax.ops import group_search, softmax, vocab_parallel
 from vqjax.ops import groups as group_ops
@@ -67,6 +69,13 @@ class GroupedHead(TwoLevelHead):
     if self.use_bias:
       declared["slot_bias"] = Variable((s,), ("slots",), self.bias_init, dtype)
     return declared
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """The fields of groups, and each token's frequency as its shift."""
+    found = super()._of_text(text)
+    if found:
+      found["shift_init"] = self._slots(text.log_frequencies(), found["order_init"])
+    return found
 
   def flops_per_token(self) -> int:
     """A product of width D for each group and slot, and the scales and shifts."""

@@ -15,10 +15,12 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from jaxtyping import Array, Float
 
 from vqjax.assign import trees
+from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops import tree as tree_ops
@@ -70,6 +72,10 @@ class HierarchicalHead(Head):
         f"`tree` must have vocab={self.vocab} leaves; got {leaves}. Take trees.balanced or"
         " trees.Huffman(counts)."
       )
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """Huffman's tree of the tokens' counts."""
+    return {"tree": trees.Huffman(text.counts)}
 
   def flops_per_token(self) -> int:
     """The products of the longest path, which all tokens take."""

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from jaxtyping import Array, Float, Int
 
 from vqjax.assign.checks import check_codes
 from vqjax.assign.multiple import checked_codes, code_dtype
+from vqjax.assign.rows import nearest_codes
+from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
 from vqjax.ops.row_factory import RowFactory
@@ -62,7 +65,7 @@ class LearnedCodebookHead(LinearHead):
     anneal: number of training steps until the assignment is fixed.
     temperature: temperature of the first step.
     final_temperature: temperature that the schedule reaches after `anneal` steps.
-    candidates_init: (vocab, codes, candidates) -> int [V, C], the likeliest first.
+    candidates_init: (vocab, codes, candidates) -> int [V, C], the likeliest first, or the array.
     codebook_init: initialiser of the [K, D] codebook.
     choice_init: initialiser of the [V, C] scores of the candidates.
     bias_init: initialiser of the [V] token bias.
@@ -111,6 +114,21 @@ class LearnedCodebookHead(LinearHead):
         f" {self.anneal}, final_temperature {self.final_temperature}, temperature"
         f" {self.temperature}. Lower final_temperature."
       )
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """The codes of the nearest mean contexts, first the one that exchange finds."""
+    found, rows = super()._of_text(text), text.contexts(self.dim)
+    if rows is None:
+      return found
+    code = text.codes(self.codes, token_bias=self.token_bias)
+    codebook = text.means(code, self.codes, self.dim)
+    candidates = nearest_codes(rows, codebook, code, self.candidates)
+    choice = np.eye(1, self.candidates, dtype=np.float32).repeat(self.vocab, axis=0)
+    return found | {
+      "candidates_init": candidates,
+      "codebook_init": codebook,
+      "choice_init": choice,
+    }
 
   def _rows(self, arrays: Arrays) -> RowFactory:
     share_VC = arrays["share"] if "share" in arrays else _one_hot(arrays["choice"])

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
+from vqjax.assign.rows import low_rank
+from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax
 from vqjax.ops.scores import ScoreOptions
@@ -60,6 +62,14 @@ class LowRankHead(Head):
         f"`rank` must be in [1, {most}]; got {self.rank} for a weight of {self.vocab} x {self.dim}."
         " Use a DenseHead for the full rank."
       )
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """The best product of two matrices for contexts, and each token's frequency."""
+    found, rows = super()._of_text(text), text.contexts(self.dim)
+    if rows is None:
+      return found
+    weight, down = low_rank(rows, text.weights(), self.rank)
+    return found | {"weight_init": weight, "down_init": down}
 
   def flops_per_token(self) -> int:
     """The products of the projection, of width D, and of the scores, of width r."""

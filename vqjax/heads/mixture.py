@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Float
 
+from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.scores import ScoreOptions
@@ -82,6 +83,10 @@ class MixtureHead(Head):
       raise ValueError(
         f"`width` must be at least 1; got {self.width}. None is the width of hidden."
       )
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """Rows that are contexts, and each token's frequency."""
+    return super()._of_text(text) | {"weight_init": text.contexts(self._table_width())}
 
   def _table_width(self):
     return self.dim if self.width is None else self.width

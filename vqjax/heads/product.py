@@ -26,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
+from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
 from vqjax.ops import device, product, sampling, vocab_parallel
@@ -69,6 +70,11 @@ class _ProductTables(LinearHead):
       declared["token_bias"] = Variable((self.vocab,), ("vocab",), self.bias_init, self.param_dtype)
     return declared
 
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """The tables of product codes of contexts, and each token's frequency."""
+    tables, _ = text.products(self.codes, self.subspaces, self.dim)
+    return super()._of_text(text) | {"table_init": tables}
+
   def check(self) -> None:
     super().check()
     if self.codes < 1:
@@ -103,6 +109,14 @@ class ProductHead(_ProductTables):
     return super().declare() | {
       "codes": integer_variable((v, m), ("vocab", "subspaces"), make, code_dtype(k), pad_value=0)
     }
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    found = super()._of_text(text)
+    if not self._is_free("codes_init"):
+      # The tables belong to other codes.
+      return found | {"table_init": None}
+    _, codes = text.products(self.codes, self.subspaces, self.dim)
+    return found | {"codes_init": codes}
 
   def _rows(self, arrays: Arrays) -> RowFactory:
     return RowFactory(arrays["codes"], arrays["tables"], product.compose)
@@ -158,6 +172,9 @@ class LearnedProductHead(_ProductTables):
       pad_value=0,
     )
     return super().declare() | {"latent": latent}
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    return super()._of_text(text) | {"latent_init": text.contexts(self.dim)}
 
   def _rows(self, arrays: Arrays) -> RowFactory:
     latent, tables = arrays["latent"], arrays["tables"]

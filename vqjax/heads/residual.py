@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
@@ -17,6 +19,8 @@ from jaxtyping import Array, Float
 from vqjax import assign
 from vqjax.assign.checks import check_codes
 from vqjax.assign.multiple import code_dtype
+from vqjax.assign.rows import low_rank
+from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
 from vqjax.ops import sampling, softmax
@@ -55,7 +59,7 @@ class ResidualCodebookHead(LinearHead):
 
   codes: int
   rank: int
-  assignment_init: assign.Assignment = assign.contiguous
+  assignment_init: assign.Assignment = assign.zipf_mass
   token_bias: bool = False
   codebook_init: Initializer = row_init
   low_init: Initializer = nn.initializers.zeros_init()
@@ -85,6 +89,17 @@ class ResidualCodebookHead(LinearHead):
         f"`rank` must be in [1, dim]; got {self.rank} for dim {self.dim}. Take a CodebookHead for"
         " none."
       )
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """Codes by exchange with their mean contexts, and the best low-rank remainder."""
+    options = {"token_bias": self.token_bias, "init": self.assignment_init}
+    code, rows = text.codes(self.codes, **options), text.contexts(self.dim)
+    found = super()._of_text(text) | {"assignment_init": code}
+    if rows is None:
+      return found
+    codebook = text.means(code, self.codes, self.dim)
+    low, up = low_rank(rows - codebook[code], text.weights(), self.rank)
+    return found | {"codebook_init": codebook, "low_init": low, "up_init": up}
 
   def _rows(self, arrays: Arrays) -> RowFactory:
     per_row = arrays["assignment"], arrays["low"]

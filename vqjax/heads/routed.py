@@ -25,9 +25,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float
 
+from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays, Head
 from vqjax.heads.dense import DenseHead, DenseRows
 from vqjax.ops import codes as code_ops
@@ -151,6 +153,17 @@ class RoutedHead(DenseRows):
         f" clusters {self.clusters}, vocab {self.vocab}. 32 of 2048 are usual for 262,144 tokens."
       )
     check_softcap(self.softcap)
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """The fields of a dense head, clusters of contexts, and their means as centroids."""
+    starts = groups.group_starts(self.vocab, self.clusters)
+    order = text.order(np.diff(starts), self.order_init)
+    if order is None:
+      return super()._of_text(text)
+    cluster = np.empty(self.vocab, np.int64)
+    cluster[order] = np.repeat(np.arange(self.clusters), np.diff(starts))
+    centroids = text.means(cluster, self.clusters, self.dim)
+    return super()._of_text(text) | {"order_init": order, "centroid_init": centroids}
 
   def flops_per_token(self) -> int:
     """A product of width D for each centroid and each row of the chosen clusters."""

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from jaxtyping import Array, Float
 
+from vqjax.assign.text import TextStats
 from vqjax.heads.dense import DenseHead
+from vqjax.heads.unigram import UnigramProposal
 from vqjax.ops import sampled_softmax
 from vqjax.ops.vocab_parallel import Replicated
 
@@ -56,6 +59,10 @@ class SampledSoftmaxHead(DenseHead):
         f"`softcap` must be None and `label_smoothing` 0, since both need all scores; got"
         f" {self.softcap} and {self.label_smoothing}. Leave them out, or take DenseHead."
       )
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """The fields of a dense head, and draws by frequency."""
+    return super()._of_text(text) | {"proposal": UnigramProposal(text.counts)}
 
   def _training_parts(self, tokens):
     """Candidates, where there is a random stream "sample"."""

@@ -22,6 +22,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
 from typing import Any, final
 
@@ -31,6 +32,8 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
+from vqjax.assign.groups import in_order
+from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays
 from vqjax.heads.group_decoding import GroupDecodingHead
 from vqjax.ops import group_search, sampling, softmax, vocab_parallel
@@ -58,7 +61,8 @@ class TwoLevelHead(GroupDecodingHead):
       never trained. None: the token at position v is v, without a variable.
     use_bias: add a bias to the group scores and to the slot scores.
     group_init: initialiser of the [G, D] group weight.
-    bias_init: initialiser of the biases.
+    bias_init: initialiser of the biases of slots.
+    group_bias_init: initialiser of the biases of groups; None: `bias_init`.
   """
 
   groups: int | None = None
@@ -67,6 +71,7 @@ class TwoLevelHead(GroupDecodingHead):
   use_bias: bool = False
   group_init: Initializer = row_init
   bias_init: Initializer = nn.initializers.zeros_init()
+  group_bias_init: Initializer | None = dataclasses.field(default=None, kw_only=True)
 
   def declare(self) -> Declaration:
     """The groups' weight [G, D] and bias [G], and the order of the tokens [V]."""
@@ -74,7 +79,8 @@ class TwoLevelHead(GroupDecodingHead):
     shape, axes = (groups, self.dim), ("groups", "table_embed")
     declared = {"group_weight": Variable(shape, axes, self.group_init, dtype, pad_value=0)}
     if self.use_bias:
-      declared["group_bias"] = Variable((groups,), ("groups",), self.bias_init, dtype)
+      init = self.group_bias_init or self.bias_init
+      declared["group_bias"] = Variable((groups,), ("groups",), init, dtype)
     if self.order_init is not None:
       # Every device reads all of both tables, so that no lookup communicates.
       invert = lambda order, shape, dtype: group_ops.positions(order)
@@ -87,6 +93,33 @@ class TwoLevelHead(GroupDecodingHead):
     order = self.order_init(key, shape, dtype)
     group_ops.check_order(order, self.vocab)
     return jnp.asarray(order, dtype)
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """Clusters of contexts as groups, their means as rows, and each group's frequency."""
+    order = text.order(self._group_sizes(), self.order_init)
+    if order is None:
+      return {}
+    starts, rows = self.starts[:-1], text.contexts(self.dim)
+    found = {"order_init": order}
+    if rows is not None:
+      weight_V = text.counts[order] + 1.0
+      sums_GD = np.add.reduceat(rows[order] * weight_V[:, None], starts)
+      found["group_init"] = sums_GD / np.add.reduceat(weight_V, starts)[:, None]
+    if self.use_bias:
+      mass_G = np.add.reduceat(np.exp(text.log_frequencies()[order]), starts)
+      found["group_bias_init"] = np.log(mass_G)
+    return found
+
+  def _slots(self, rows: Float[np.ndarray, "V ..."], order: Int[np.ndarray, "V"]) -> np.ndarray:
+    """What each slot's token has, [G, S, ...]; 0 in the slots that a group lacks."""
+    groups, slots = self.groups_and_slots()
+    is_there = np.arange(slots) < self._group_sizes()[:, None]
+    table = np.zeros((groups, slots, *rows.shape[1:]), np.float32)
+    table[is_there] = rows[order]
+    return table
+
+  def _is_free(self, name: str) -> bool:
+    return super()._is_free(name) or (name == "order_init" and self.order_init is in_order)
 
   def groups_and_slots(self) -> tuple[int, int]:
     """(G, S): the number of groups, and of slots in the largest."""

@@ -5,8 +5,7 @@
 #   UnigramBias       log(count of the token / mean count of the tokens on its code)
 #   UnigramProposal   log(count of the token / sum of all counts)
 #
-# A module hashes its fields. With `eq=False` these are hashed by identity, as functions are: their
-# own fields are arrays, which have no hash.
+# A module compares and hashes its fields, which arrays cannot do: `_OfArrays` does it for them.
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
 from vqjax import assign
-from vqjax.assign.checks import checked_counts
+from vqjax.assign.checks import Given, checked_counts, table_of
 
 __all__ = ["UnigramBias", "UnigramProposal"]
 
@@ -37,8 +36,22 @@ def _smoothed(counts: ArrayLike, vocab: int, smoothing: float) -> Float[np.ndarr
   return checked_counts(counts, vocab) + float(smoothing)
 
 
+class _OfArrays:
+  """Base class of dataclasses with arrays, which are equal where their arrays are."""
+
+  def _contents(self):
+    fields = (getattr(self, field.name) for field in dataclasses.fields(self))
+    return tuple(x if isinstance(x, float | int) else Given(x) for x in fields)
+
+  def __eq__(self, other: object) -> bool:
+    return type(other) is type(self) and self._contents() == other._contents()
+
+  def __hash__(self) -> int:
+    return hash(self._contents())
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class UnigramBias:
+class UnigramBias(_OfArrays):
   """Initialiser of `CodebookHead`'s token bias: unigrams within each code.
 
     b_v = log(count_v + smoothing) - log(mean of count_u + smoothing over the tokens u on v's code)
@@ -66,10 +79,11 @@ class UnigramBias:
     del key
     (vocab,) = shape
     count_V = _smoothed(self.counts, vocab, self.smoothing)
-    assign.check_shape(np.shape(self.assignment), vocab)
+    given = table_of(self.assignment)
+    assign.check_shape(np.shape(given), vocab)
     # An initialiser does not know K. Codes above the last one that is used have no token.
-    codes = int(np.max(self.assignment)) + 1
-    code_V = assign.checked_assignment(self.assignment, vocab, codes)
+    codes = int(np.max(given)) + 1
+    code_V = assign.checked_assignment(given, vocab, codes)
     size_K = np.bincount(code_V, minlength=codes)
     # A code without a token has no mean, and none is read.
     mean_K = np.bincount(code_V, count_V, codes) / np.maximum(size_K, 1)
@@ -77,7 +91,7 @@ class UnigramBias:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class UnigramProposal:
+class UnigramProposal(_OfArrays):
   """Proposal of `SampledSoftmaxHead`: tokens are drawn by their frequency.
 
   Attributes:

@@ -10,10 +10,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from vqjax.assign.text import TextStats
 from vqjax.heads.two_level import TwoLevelHead
 from vqjax.ops import group_search, ragged
 from vqjax.variables import Declaration, Initializer, Variable, row_init
@@ -44,6 +47,19 @@ class UnsharedGroupedHead(TwoLevelHead):
     if self.use_bias:
       declared["slot_bias"] = Variable((g, s), axes[:2], self.bias_init, dtype, pad_value=0)
     return declared
+
+  def _of_text(self, text: TextStats) -> dict[str, Any]:
+    """The fields of groups, contexts less their group's, and each token's frequency as its bias."""
+    found, rows = super()._of_text(text), text.contexts(self.dim)
+    if not found:
+      return found
+    order = found["order_init"]
+    if rows is not None:
+      rest = rows[order] - np.repeat(found["group_init"], self._group_sizes(), axis=0)
+      found["slot_init"] = self._slots(rest, np.arange(self.vocab))
+    if self.use_bias:
+      found["bias_init"] = self._slots(text.log_frequencies(), order)
+    return found
 
   def flops_per_token(self) -> int:
     """A product of width D for each group and for each slot of one group."""

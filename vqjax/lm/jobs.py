@@ -9,6 +9,7 @@ import hashlib
 import pathlib
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,10 @@ __all__ = ["ProgressBars", "open_work"]
 
 OTHER_FILES = 2**24
 """Bytes of the disk that are left for the tokenizer, the config and the report."""
+
+
+LINES = 10.0
+"""Seconds between lines of progress where there is no terminal."""
 
 
 @dataclasses.dataclass
@@ -68,7 +73,10 @@ def open_work(work: pathlib.Path, identity: str) -> Iterator[None]:
 
 
 class ProgressBars:
-  """Bars on standard error, of which each is made by calling this with its title."""
+  """Bars on standard error, of which each is made by calling this with its title.
+
+  Where standard error is not a terminal, a line each `LINES` seconds says how far a part is.
+  """
 
   def __enter__(self) -> Callable[[str], Callable[[float], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -77,9 +85,19 @@ class ProgressBars:
     )
     self._bars.start()
 
+    shown = time.monotonic()
+
     def bar(title: str) -> Callable[[float], None]:
       task = self._bars.add_task(title, total=1.0)
-      return lambda part: self._bars.update(task, completed=part)
+
+      def update(part: float) -> None:
+        nonlocal shown
+        self._bars.update(task, completed=part)
+        if self._bars.disable and time.monotonic() - shown > LINES:
+          shown = time.monotonic()
+          print(f"{title}: {100 * part:.0f} %", file=sys.stderr, flush=True)
+
+      return update
 
     return bar
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax import embeddings, heads, quantizers
 from vqjax.embeddings import CompactEmbedding
-from vqjax.nnx.layer import AxisRules, Codes, Layer, LayerState
+from vqjax.nnx.layer import AxisRules, Codes, Layer, LayerState, VocabularyLayer
 from vqjax.ops.certified import Best
 from vqjax.ops.gradient_share import GradientShare
 from vqjax.ops.row_factory import RowFactory
@@ -29,12 +29,8 @@ from vqjax.types import Size
 Terms = dict[str, Float[Array, ""]]
 
 
-class Head(Layer, of=heads.Head):
+class Head(VocabularyLayer, of=heads.Head):
   """A distribution over the vocabulary for each hidden vector."""
-
-  vocab: int
-  dim: int
-  vocab_axis: str | None
 
   def __call__(self, hidden: Float[ArrayLike, "*B D"]) -> Float[Array, "*B V"]:
     """Return `logits(hidden)`."""
@@ -49,9 +45,11 @@ class Head(Layer, of=heads.Head):
     hidden: Float[ArrayLike, "*B D"],
     tokens: Integer[ArrayLike, "*B"],
     temperature: float | int | Float[ArrayLike, "..."] = 1.0,
+    mask: Bool[ArrayLike, "*B"] | None = None,
+    ignore_index: int | None = None,
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; see `vqjax.Head.log_prob`."""
-    return self._call("log_prob", hidden, tokens, temperature)
+    return self._call("log_prob", hidden, tokens, temperature, mask, ignore_index)
 
   def loss_terms(
     self,
@@ -90,12 +88,8 @@ class Head(Layer, of=heads.Head):
     return self._call("gradient_share", hidden, tokens)
 
 
-class Embedding(Layer, of=embeddings.Embedding):
+class Embedding(VocabularyLayer, of=embeddings.Embedding):
   """A map from tokens to vectors."""
-
-  vocab: int
-  dim: int
-  vocab_axis: str | None
 
   def __call__(self, tokens: Integer[ArrayLike, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""

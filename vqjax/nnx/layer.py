@@ -19,27 +19,32 @@ their values. So both have one implementation of every method and one declaratio
 # A declaration is a tree: a Variable, a layer with a declaration of its own, or a dict of these.
 # `_create`, `_values` and `_assign` walk it to make variables, to read and to write them. What is
 # held for a name may also be shared: an NNX layer, an `nnx.Embed` or an `nnx.Param` [V, D].
+#
+# NNX's tree mode has no shared references: there a tied head holds nothing for its embedding, and
+# `tied(embedding)` makes a head for one call, which is no part of the model.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from flax import config, nnx
 from flax import linen as nn
-from flax import nnx
+from jaxtyping import ArrayLike
 
 from vqjax import layer as linen_layer
 from vqjax.embeddings import DenseEmbedding
 from vqjax.types import Size
-from vqjax.variables import Variable
+from vqjax.variables import Variable, shape_remedy
 
-__all__ = ["AxisRules", "Codes", "Layer", "LayerState"]
+__all__ = ["AxisRules", "Codes", "Layer", "LayerState", "VocabularyLayer"]
 
 # Logical axis, as in `logical_axes()`, -> axes of the mesh; an absent one is not sharded.
 AxisRules = Mapping[str, str | tuple[str, ...] | None]
@@ -138,7 +143,10 @@ class Layer(nnx.Module):
     if rules is None:
       rules = {"vocab": getattr(self.layer, "vocab_axis", None)}
     # In the order of the declaration: a variable with a `source` reads one that is there already.
+    is_tree = not getattr(config, "nnx_graph_mode", True)
     for name, part in self.layer._checked().items():
+      if name == "embedding" and name in shared and is_tree:
+        continue  # handed to `tied` at each call
       held = shared[name] if name in shared else self._create(part, rngs, rules)
       setattr(self, self._attribute(name), held)
 
@@ -177,7 +185,14 @@ class Layer(nnx.Module):
     Raises:
       ValueError: a declared variable is missing, a variable is not declared, or one has another
         shape.
+      TypeError: `layer` is not a layer of this library, such as a whole model.
     """
+    if not isinstance(layer, linen_layer.Layer):
+      raise TypeError(
+        f"`layer` must be a layer of vqjax; got a {type(layer).__name__}. For the head of a model"
+        " give *vqjax.convert.head_of(model, variables), for its embedding model.embedding and"
+        " vqjax.convert.part_of(variables, 'embedding')."
+      )
     layer = layer.clone(parent=None)
     rules = {"vocab": getattr(layer, "vocab_axis", None)} if axis_rules is None else axis_rules
     # Shapes alone: nothing is initialised that the given values would replace.
@@ -188,11 +203,12 @@ class Layer(nnx.Module):
     }
     variables = jax.tree.map(jnp.asarray, nn.meta.unbox(dict(variables)))
     needed, given = shapes(made.linen_variables()), shapes(variables)
+    remedy = f"Give all variables of the {type(layer).__name__} and no others."
     for path in sorted(needed.keys() | given.keys()):
       if needed.get(path) != given.get(path):
         raise ValueError(
-          f"`variables` must have {path!r} of shape {needed.get(path)}; got {given.get(path)}. Give"
-          f" all variables of the {type(layer).__name__} and no others."
+          f"`variables` must have {path!r} of shape {needed.get(path)}; got {given.get(path)}. "
+          + shape_remedy(needed.get(path, ()), given.get(path, ()), remedy)
         )
     made._update(variables)
     return made
@@ -201,9 +217,42 @@ class Layer(nnx.Module):
     """The values of the variables, in the trees of the Linen layer."""
     collected: dict[str, Any] = {}
     for name, part in self.layer.declare().items():
-      for collection, tree in _values(getattr(self, self._attribute(name)), part).items():
+      if (held := vars(self).get(self._attribute(name))) is None:
+        raise ValueError(
+          f"`{name}` must be handed to a {type(self).__name__} in NNX's tree mode; it holds none."
+          f" Call head.tied(model.{name}).log_prob(hidden, tokens)."
+        )
+      for collection, tree in _values(held, part).items():
         collected.setdefault(collection, {})[name] = tree
     return collected
+
+  def tied(self, embedding: "Layer | nnx.Embed | nnx.Param") -> Self:
+    """This layer with the table of an embedding that the model owns, for one call.
+
+    It is the form of tying that NNX's tree mode allows, where no two attributes of a model may be
+    one object. The layer is constructed with `embedding` all the same.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from vqjax.nnx import DenseEmbedding, DenseHead
+      >>> embed = DenseEmbedding(1000, 8, rngs=nnx.Rngs(0))
+      >>> head = DenseHead(1000, 8, embedding=embed, rngs=nnx.Rngs(1))
+      >>> tokens = jax.numpy.arange(4)
+      >>> print(head.tied(embed).log_prob(embed(tokens), tokens).shape)
+      (4,)
+
+    Raises:
+      ValueError: the layer is not tied, or the embedding has other fields.
+    """
+    if "embedding" not in self.layer.declare() or _linen(embedding) != self.layer.embedding:
+      raise ValueError(
+        f"`embedding` must be the one that this {type(self).__name__} was tied to; got"
+        f" {_linen(embedding)!r}. Construct the head with embedding=model.embed."
+      )
+    made = copy.copy(self)
+    vars(made)["embedding"] = embedding
+    return made
 
   def size(self) -> Size:
     """Parameters, bytes and operations for each token, from the fields alone."""
@@ -260,6 +309,50 @@ class Layer(nnx.Module):
         _assign(getattr(self, self._attribute(name)), part, here)
 
 
+class VocabularyLayer(Layer):
+  """An NNX layer of a vocabulary, which may begin with what a text tells about its tokens."""
+
+  vocab: int
+  dim: int
+  vocab_axis: str | None
+
+  @classmethod
+  def from_tokens(
+    cls,
+    ids: Any,
+    vocab: int,
+    dim: int,
+    *fields: Any,
+    rngs: nnx.Rngs,
+    axis_rules: AxisRules | None = None,
+    **named: Any,
+  ) -> Self:
+    """The layer whose codes, order, rows and biases a text gives; see `vqjax.Head.from_tokens`."""
+    return cls._begun("from_tokens", ids, (vocab, dim, *fields), named, rngs, axis_rules)
+
+  @classmethod
+  def from_counts(
+    cls,
+    counts: ArrayLike,
+    vocab: int,
+    dim: int,
+    *fields: Any,
+    rngs: nnx.Rngs,
+    axis_rules: AxisRules | None = None,
+    **named: Any,
+  ) -> Self:
+    """The layer whose codes, order and biases frequencies give; see `vqjax.Head.from_counts`."""
+    return cls._begun("from_counts", counts, (vocab, dim, *fields), named, rngs, axis_rules)
+
+  @classmethod
+  def _begun(cls, how, given, fields, named, rngs, axis_rules):
+    named = dict(zip(cls.__signature__.parameters, fields)) | named
+    shared = {name: x for name, x in named.items() if isinstance(x, (Layer, nnx.Embed, nnx.Param))}
+    linen = {name: _linen(x) for name, x in shared.items()}
+    begun = getattr(cls.of, how)(given, **named | linen)
+    return cls(**_fields(begun) | shared, rngs=rngs, axis_rules=axis_rules)
+
+
 # The NNX class of each Linen class that has one.
 _NNX_CLASS: dict[type, type[Layer]] = {}
 
@@ -274,9 +367,13 @@ def _of_linen(layer: linen_layer.Layer, rngs: nnx.Rngs, rules: AxisRules) -> Lay
     # A subclass from elsewhere gets a class here, which `__init_subclass__` enters.
     base = next((_NNX_CLASS[parent] for parent in of.__mro__ if parent in _NNX_CLASS), Layer)
     type(base)(of.__name__, (base,), {}, of=of)
+  return _NNX_CLASS[of](**_fields(layer), rngs=rngs, axis_rules=rules)
+
+
+def _fields(layer: linen_layer.Layer) -> dict[str, Any]:
+  """The fields that a Linen layer was constructed with."""
   names = [f.name for f in dataclasses.fields(layer) if f.init and f.name not in _LINEN]
-  fields = {name: getattr(layer, name) for name in names}
-  return _NNX_CLASS[of](**fields, rngs=rngs, axis_rules=rules)
+  return {name: getattr(layer, name) for name in names}
 
 
 def _linen(shared: Any) -> linen_layer.Layer:

@@ -15,7 +15,6 @@ time, so that the cost follows the number of tokens in the cluster.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from vqjax.ops import sampling, softmax, tiles, vocab_parallel
+from vqjax.ops import precision, sampling, softmax, tiles, vocab_parallel
 from vqjax.types import Dtype
 
 __all__ = []
@@ -94,7 +93,7 @@ class _First(NamedTuple):
 
 
 # A loop whose length is known only at run time has no reverse mode of its own.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@precision.custom_vjp
 def _log_prob(plan, narrow_PNw, weight, removed, token_PN, first):
   """Log-probabilities of the first tokens of the order; arbitrary for others."""
   ordered = _Chunk(_permuted(narrow_PNw, first.order), _permuted(token_PN, first.order))

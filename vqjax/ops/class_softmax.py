@@ -21,7 +21,6 @@ each one's gradient to the rows that it read.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from vqjax.ops import vocab_parallel
+from vqjax.ops import precision, vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.types import Dtype
 
@@ -177,7 +176,7 @@ class _Running(NamedTuple):
 
 
 # A loop whose length is known only at run time has no reverse mode of its own.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@precision.custom_vjp
 def _log_prob(plan, hidden_PND, weight, class_V, row_PN, class_PN):
   return _forward(plan, hidden_PND, weight, class_V, row_PN, class_PN)[0]
 

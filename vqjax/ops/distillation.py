@@ -36,8 +36,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from vqjax.ops import sampling, softmax, tiles, vocab_parallel
-from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops import precision, sampling, softmax, tiles, vocab_parallel
+from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.sampling import Blocks
 from vqjax.ops.scores import ScoreOptions, check_softcap, exp_shift
 from vqjax.ops.tiles import Linear
@@ -108,7 +108,7 @@ def linear_soft_target_loss(
   student = Side("", hidden, weight, bias, options.softcap)
   teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
   layers = layers_of(student, teacher, options)
-  return _compare(None, layers, TokenWeight.of(hidden.shape[:-1], mask, token_weight))
+  return _compare(0, layers, TokenWeight.of(hidden.shape[:-1], mask, token_weight))
 
 
 @vocab_parallel.for_any_axes("hidden")
@@ -120,30 +120,32 @@ def linear_divergence(
   bias: Float[ArrayLike, "V"] | None = None,
   teacher_bias: Float[ArrayLike, "V"] | None = None,
   *,
-  mixture: float | int = 0.5,
+  mixture: float | int | None = 0.5,
   mask: Bool[ArrayLike, "*B"] | None = None,
   token_weight: Float[ArrayLike, "*B"] | None = None,
   teacher_softcap: float | int | None = None,
   options: ScoreOptions = ScoreOptions(),
 ) -> Float[Array, "*B"]:
-  """Forward KL, reverse KL or generalised Jensen-Shannon divergence, in nats.
+  """Forward KL, reverse KL or Jensen-Shannon divergence in nats, or total variation.
 
   With p of the student, q of the teacher, w = `mixture` and m = w q + (1 - w) p:
 
     w = 0:      KL(q, p) = sum_v q_v (log q_v - log p_v), the forward divergence;
     w = 1:      KL(p, q), the reverse divergence, which prefers few modes of the teacher;
-    otherwise:  w KL(q, m) + (1 - w) KL(p, m), the generalised Jensen-Shannon divergence.
+    otherwise:  w KL(q, m) + (1 - w) KL(p, m), the generalised Jensen-Shannon divergence;
+    w = None:   sum_v |q_v - p_v| / 2, the total variation distance, which has no mixture.
 
-  The last, divided by w, tends to the first as w tends to 0, and likewise at the other end; it is
+  The third, divided by w, tends to the first as w tends to 0, and likewise at the other end; it is
   at most -w log w - (1 - w) log(1 - w), and finite where a bias of -inf removes a row from one side
   alone. The result is exact and differentiable, in reverse mode, in all six arrays. The mixture
-  takes one more pass than the others. Source: Agarwal et al. (2024), On-policy distillation of
-  language models, whose D_JSD(β) this is with β = w.
+  and the variation take one more pass than the others. Source: Agarwal et al. (2024), On-policy
+  distillation of language models, whose D_JSD(β) this is with β = w.
 
   All other arguments are those of `linear_soft_target_loss`.
 
   Args:
-    mixture: weight w of the teacher in the mixture, in [0, 1], a Python number.
+    mixture: weight w of the teacher in the mixture, in [0, 1], a Python number; None for the total
+      variation.
 
   Raises:
     ValueError: as `linear_soft_target_loss`, or `mixture` is outside [0, 1].
@@ -155,11 +157,11 @@ def linear_divergence(
   layers = layers_of(student, teacher, options)
   counted = TokenWeight.of(hidden.shape[:-1], mask, token_weight)
   if mixture == 0:
-    return _compare(None, layers, counted).kl
+    return _compare(0, layers, counted).kl
   if mixture == 1:
     # The reverse divergence is the forward one with the sides exchanged.
-    return _compare(None, layers[::-1], counted).kl
-  return _compare(float(mixture), layers, counted)
+    return _compare(0, layers[::-1], counted).kl
+  return _compare(None if mixture is None else float(mixture), layers, counted)
 
 
 class Side(NamedTuple):
@@ -187,17 +189,17 @@ def layers_of(student: Side, teacher: Side, options: ScoreOptions) -> tuple[Line
       f"`teacher_hidden` must have the leading axes of `hidden` {student.hidden.shape}; got"
       f" {teacher.hidden.shape}. Give both for the same tokens."
     )
-  rows, teacher_rows = (as_row_factory(side.weight).shape for side in (student, teacher))
-  if rows[0] != teacher_rows[0]:
-    raise ValueError(
-      f"`teacher_weight` must have a row for each of the {rows[0]} rows of `weight`; got"
-      f" {teacher_rows}. Give both over one vocabulary."
-    )
   check_softcap(teacher.softcap, "teacher_softcap")
   layers = []
   for side in (student, teacher):
     own = dataclasses.replace(options, softcap=side.softcap)
     layers.append(Linear.of(side.hidden, side.weight, side.bias, own, prefix=side.prefix))
+  rows, teacher_rows = (layer.weight.shape for layer in layers)
+  if rows[0] != teacher_rows[0]:
+    raise ValueError(
+      f"`teacher_weight` must have a row for each of the {rows[0]} rows of `weight`; got"
+      f" {teacher_rows}. Give both over one vocabulary."
+    )
   return tuple(layers)
 
 
@@ -260,7 +262,6 @@ def block_soft_target_loss(
   teacher = dataclasses.replace(teacher, hidden=counted.hide(teacher_hidden))
   teacher = lax.stop_gradient(teacher)
 
-  @jax.checkpoint
   def step(sums, index):
     score_WB, token_W = blocks.block(index)
     score_BW = jnp.moveaxis(score_WB, 0, -1)
@@ -272,7 +273,7 @@ def block_soft_target_loss(
     teacher_BW = jnp.where(jnp.isneginf(score_BW), -jnp.inf, teacher_BW)
     return _add_block(sums, score_BW / temperature, teacher_BW / temperature)
 
-  sums = blocks.fold(step, _zero_sums(blocks.batch))
+  sums = sampling.summed(blocks, step, _zero_sums(blocks.batch), _emptied)
   return counted.of_each(_finish(_all_reduce(sums, blocks.axis)))
 
 
@@ -285,7 +286,6 @@ def divergence_from_last(blocks: Blocks) -> Float[Array, "L *B"]:
     blocks: scores with leading axes [L + 1, *B].
   """
 
-  @jax.checkpoint
   def step(sums, index):
     score_WLB = blocks.block(index)[0].astype(jnp.float32)
     score_LBW = jnp.moveaxis(score_WLB, 0, -1)
@@ -293,7 +293,8 @@ def divergence_from_last(blocks: Blocks) -> Float[Array, "L *B"]:
     return _add_block(sums, own_LBW, jnp.broadcast_to(last_LBW, own_LBW.shape))
 
   shape = (blocks.batch[0] - 1, *blocks.batch[1:])
-  return _finish(_all_reduce(blocks.fold(step, _zero_sums(shape)), blocks.axis)).kl
+  sums = sampling.summed(blocks, step, _zero_sums(shape), _emptied)
+  return _finish(_all_reduce(sums, blocks.axis)).kl
 
 
 class Readings(NamedTuple):
@@ -376,13 +377,13 @@ def readings(blocks: Blocks, targets: Int[Array, "*B"], k: int) -> Readings:
   )
 
 
-def check_mixture(mixture: float | int) -> None:
-  """Raise an error unless a weight of the teacher is a number in [0, 1]."""
+def check_mixture(mixture: float | int | None) -> None:
+  """Raise an error unless a weight of the teacher is a number in [0, 1] or None."""
   check_numbers(mixture=mixture)
-  if not 0 <= mixture <= 1:
+  if mixture is not None and not 0 <= mixture <= 1:
     raise ValueError(
       f"`mixture` must be in [0, 1]; got {mixture}. Give 0 for the forward KL divergence, 1 for the"
-      " reverse one, or 0.5 for the Jensen-Shannon divergence."
+      " reverse one, 0.5 for the Jensen-Shannon divergence, or None for the total variation."
     )
 
 
@@ -412,6 +413,12 @@ def _zero_sums(batch):
   return _Sums(
     top=lowest, total=zero, teacher_top=lowest, teacher_total=zero, cross=zero, moment=zero
   )
+
+
+def _emptied(sums):
+  """Sums of nothing, relative to the maxima of others."""
+  zero = jnp.zeros_like(sums.total)
+  return sums._replace(total=zero, teacher_total=zero, cross=zero, moment=zero)
 
 
 def _add_block(old: _Sums, s: Float[Array, "*B W"], t: Float[Array, "*B W"]) -> _Sums:
@@ -484,13 +491,18 @@ class _Plan(NamedTuple):
   Attributes:
     cut: tile and token shards.
     axis: manual mesh axis of the vocabulary, or None.
-    mixture: weight of the teacher in the generalised Jensen-Shannon divergence; None: the results
-      are those of `SoftTargetLoss`.
+    mixture: weight of the teacher in the generalised Jensen-Shannon divergence; None: total
+      variation; 0: the results are those of `SoftTargetLoss`.
   """
 
   cut: tiles.Cut
   axis: str | None
   mixture: float | None
+
+  @property
+  def is_mean(self) -> bool:
+    """Whether the result is a mean of functions of p / q, by a second pass (`_slopes`)."""
+    return self.mixture != 0
 
 
 class _Saved(NamedTuple):
@@ -501,8 +513,8 @@ class _Saved(NamedTuple):
     log_sum: log sum of exp(s - top); added to `top` it would round away under a large offset.
     teacher_top: largest t.
     teacher_log_sum: log sum of exp(t - teacher_top).
-    mean: mean of s - top under q; for a mixture, KL(p, m).
-    teacher_mean: mean of t - teacher_top under q; for a mixture, KL(q, m).
+    mean: mean of s - top under q; in a second pass, that of the student's slope under p.
+    teacher_mean: mean of t - teacher_top under q; in a second pass, that of the teacher's slope.
   """
 
   top: Array
@@ -514,7 +526,7 @@ class _Saved(NamedTuple):
 
 
 # JAX's own gradient of the scans would store the scores of all tiles, [N, V], twice.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@precision.custom_vjp
 def _pass(plan, student, teacher):
   return _forward(plan, student, teacher)[0]
 
@@ -533,21 +545,24 @@ def _forward(plan, student, teacher):
     mean=sums.cross / sums.teacher_total,
     teacher_mean=sums.moment / sums.teacher_total,
   )
-  if plan.mixture is None:
+  if not plan.is_mean:
     return _finish(sums), saved
 
-  def add_to_mixture(old, scores, first_row, saved):
+  def add_to_means(old, scores, first_row, saved):
     del first_row
-    per_token = jax.tree.map(lambda x: x[..., None], saved)
-    terms = _mixture_terms(plan.mixture, *_log_probs(scores, per_token))
-    return tuple(total + term.sum(axis=-1) for total, term in zip(old, terms))
+    log_probs = _log_probs(scores, jax.tree.map(lambda x: x[..., None], saved))
+    # 0 · log 0 is 0.
+    means = [
+      jnp.where(mass == 0, 0.0, mass * slope).sum(axis=-1)
+      for mass, slope in zip(map(jnp.exp, log_probs), _slopes(plan.mixture, *log_probs))
+    ]
+    return tuple(map(jnp.add, old, means))
 
-  # A mixture of probabilities needs both normalisers, hence a second pass.
+  # Quotients of probabilities need both normalisers, hence a second pass.
   zero = jnp.zeros(batch, jnp.float32)
-  kls = tiles.fold(plan.cut, layers, saved, (zero, zero), add_to_mixture)
-  of_student, of_teacher = lax.psum(kls, plan.axis) if plan.axis else kls
-  loss = (1 - plan.mixture) * of_student + plan.mixture * of_teacher
-  return loss, saved._replace(mean=of_student, teacher_mean=of_teacher)
+  means = tiles.fold(plan.cut, layers, saved, (zero, zero), add_to_means)
+  of_student, of_teacher = lax.psum(means, plan.axis) if plan.axis else means
+  return of_student + of_teacher, saved._replace(mean=of_student, teacher_mean=of_teacher)
 
 
 def _log_probs(scores, saved):
@@ -556,12 +571,17 @@ def _log_probs(scores, saved):
   return (s - saved.top) - saved.log_sum, (t - saved.teacher_top) - saved.teacher_log_sum
 
 
-def _mixture_terms(mixture, log_p, log_q):
-  """p log(p / m) and q log(q / m) of each token, where m = mixture · q + (1 - mixture) · p."""
-  p, q = jnp.exp(log_p), jnp.exp(log_q)
+def _slopes(mixture, log_p, log_q):
+  """Functions f and g of each token, of which a divergence is sum_v p_v f_v + q_v g_v.
+
+  They are its derivatives by p and by q, too: p log(p / m) + q log(q / m) and |p - q| are
+  homogeneous, so that the derivatives of f and g cancel.
+  """
+  if mixture is None:
+    half = jnp.sign(jnp.exp(log_p) - jnp.exp(log_q)) / 2
+    return half, -half
   p_ratio, q_ratio = log_ratios_to_mixture(mixture, log_p, log_q)
-  # 0 · log 0 is 0.
-  return jnp.where(p == 0, 0.0, p * p_ratio), jnp.where(q == 0, 0.0, q * q_ratio)
+  return (1 - mixture) * p_ratio, mixture * q_ratio
 
 
 # A log-probability so low that the probability is 0 in float32.
@@ -590,8 +610,8 @@ class _Cotangents(NamedTuple):
 
   Attributes:
     saved: values of the forward pass.
-    both: sum of the cotangents of both losses, or the cotangent of the mixture's.
-    kl: cotangent of the divergence; None for a mixture.
+    both: sum of the cotangents of both losses, or the cotangent of the one of a second pass.
+    kl: cotangent of the divergence; None for a second pass.
   """
 
   saved: _Saved
@@ -606,12 +626,12 @@ def _pass_forward(plan, student, teacher):
 
 def _pass_backward(plan, residuals, cotangents):
   student, teacher, saved = residuals
-  if plan.mixture is None:
+  if not plan.is_mean:
     given = _Cotangents(saved, cotangents.cross_entropy + cotangents.kl, cotangents.kl)
     rule = _d_soft_targets
   else:
     given = _Cotangents(saved, cotangents, None)
-    rule = functools.partial(_d_mixture, plan.mixture)
+    rule = functools.partial(_d_means, plan.mixture)
   given = vocab_parallel.varying((given, student, teacher))[0]
   return tiles.gradients(plan.cut, (student, teacher), given, rule)
 
@@ -630,16 +650,15 @@ def _d_soft_targets(scores, row_v11, given):
   return (p - q) * given.both, jnp.where(q == 0, 0.0, q * slope)
 
 
-def _d_mixture(mixture, scores, row_v11, given):
-  """Cotangents of the scores: p · (log(p / m) - KL(p, m)) · (1 - mixture) · g, and so for q."""
+def _d_means(mixture, scores, row_v11, given):
+  """Cotangents of the scores: p · (slope - its mean under p) · g, and so for q."""
   del row_v11
-  log_p, log_q = _log_probs(scores, given.saved)
-  p, q = jnp.exp(log_p), jnp.exp(log_q)
-  p_ratio, q_ratio = log_ratios_to_mixture(mixture, log_p, log_q)
-  of_student, of_teacher = (1 - mixture) * given.both, mixture * given.both
+  log_probs = _log_probs(scores, given.saved)
+  of_p, of_q = _slopes(mixture, *log_probs)
+  p, q = map(jnp.exp, log_probs)
   return (
-    jnp.where(p == 0, 0.0, p * (p_ratio - given.saved.mean) * of_student),
-    jnp.where(q == 0, 0.0, q * (q_ratio - given.saved.teacher_mean) * of_teacher),
+    jnp.where(p == 0, 0.0, p * (of_p - given.saved.mean) * given.both),
+    jnp.where(q == 0, 0.0, q * (of_q - given.saved.teacher_mean) * given.both),
   )
 
 

@@ -13,6 +13,8 @@ sums of its clusters, so that [N, K] never exists and the points are never copie
 #              `_plus_plus` picks K of all candidates, which have the mass of their points
 #   _lloyd     passes until nothing changes
 #
+# With `sample` both take a few drawn points first, and `_lloyd` then all of them, twice.
+#
 # Over a mesh axis each device passes over its own points; sums of clusters and candidates travel.
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ def kmeans(
   iterations: int = 20,
   chunk: int | None = None,
   axis: str | None = None,
+  sample: int | None = None,
 ) -> KMeansResult:
   """k-means clusters by Lloyd's iterations from k-means|| seeds.
 
@@ -78,6 +81,9 @@ def kmeans(
     iterations: largest number of updates of the centers.
     chunk: number of points that are scored at once; None: that of `default_tile`.
     axis: axis of the mesh in context over which the points are sharded.
+    sample: points for each cluster, drawn by weight, from which the centers are learned; all points
+      are read in two last updates. None, or fewer points, or an axis: the centers are learned from
+      all points.
 
   Raises:
     ValueError: `clusters` is not in [1, N], `iterations` is negative, `chunk` is below 1, or,
@@ -88,7 +94,9 @@ def kmeans(
   if weights is None:
     weights = jnp.ones(points.shape[0], jnp.float32)
   _check_weights(weights)
-  return _kmeans(key, points, weights, clusters, iterations, chunk, axis)
+  if sample is not None and (axis is not None or points.shape[0] <= sample * clusters):
+    sample = None
+  return _kmeans(key, points, weights, clusters, iterations, chunk, axis, sample)
 
 
 def nearest_centers(
@@ -113,8 +121,8 @@ def _nearest(points, centers, chunk):
   return assigned.assignment, assigned.cost
 
 
-@functools.partial(jax.jit, static_argnames=("clusters", "iterations", "chunk", "axis"))
-def _kmeans(key, points, weights, clusters, iterations, chunk, axis):
+@functools.partial(jax.jit, static_argnames=("clusters", "iterations", "chunk", "axis", "sample"))
+def _kmeans(key, points, weights, clusters, iterations, chunk, axis, sample):
   n = points.shape[0]
   noise_key, seed_key = random.split(key)
   # Drawn for all points at once, so that a point has equal noise on any number of devices.
@@ -128,7 +136,13 @@ def _kmeans(key, points, weights, clusters, iterations, chunk, axis):
     # Distances of points far from the origin would cancel: all is computed relative to the mean,
     # which is the center of a single cluster.
     data = data._replace(shift=_means(data, _assign(data, data.shift[None]))[0][0])
-    centers = _lloyd(data, _seeds(key, data, noise_NP, clusters), iterations)
+    if sample is None:
+      centers = _lloyd(data, _seeds(key, data, noise_NP, clusters), iterations)
+    else:
+      key, draw_key = random.split(key)
+      drawn = data.drawn(draw_key, sample * clusters)
+      seeds = _seeds(key, drawn, noise_NP[: len(drawn.points)], clusters)
+      centers = _lloyd(data, _lloyd(drawn, seeds, iterations), 2)
     assigned = _assign(data, centers)
     inertia = _total((weights * assigned.cost).sum(), here)
     assignment = assigned.assignment
@@ -154,6 +168,16 @@ class _Data(NamedTuple):
       vocab_parallel.sharded_lookup(self.points, index, self.axis, jnp.dtype(jnp.float32))
       - self.shift
     )
+
+  def drawn(self, key: Array, count: int) -> "_Data":
+    """Points of weight 1 by their weight: a heavy one may be drawn several times."""
+    order_key, offset_key = random.split(key)
+    order_N = random.permutation(order_key, self.points.shape[0])
+    upto_N = jnp.cumsum(self.weights[order_N])
+    # At equal distances, so that no point of mean weight is drawn twice or missed for long.
+    at = (random.uniform(offset_key) + jnp.arange(count)) / count * upto_N[-1]
+    rows = order_N[jnp.minimum(jnp.searchsorted(upto_N, at, side="right"), len(order_N) - 1)]
+    return self._replace(points=self.points[rows], weights=jnp.ones(count, jnp.float32))
 
 
 class _Assigned(NamedTuple):
@@ -181,7 +205,10 @@ def _assign(data: _Data, centers_KD: Array) -> _Assigned:
     weights_n = jnp.where(fresh_n, part(data.weights), 0)
     # The default precision of a GPU or TPU would confuse centers that are near each other.
     product_nK = jnp.matmul(rows_nD, centers_KD.T, precision=lax.Precision.HIGHEST)
-    code_n = jnp.argmin(half_K - product_nK, axis=1).astype(jnp.int32)
+    # Two minima are vectors' work on a CPU, where an arg min takes three times as long.
+    far_nK = half_K - product_nK
+    is_least_nK = far_nK == far_nK.min(axis=1, keepdims=True)
+    code_n = jnp.where(is_least_nK, jnp.arange(k, dtype=jnp.int32), k - 1).min(axis=1)
     # Not from the product, whose terms cancel for a point near its center.
     cost_n = jnp.square(rows_nD - centers_KD[code_n]).sum(axis=1)
     put = lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, start, axis=0)

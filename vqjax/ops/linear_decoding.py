@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.ops import device, sampling, softmax, symbolic, vocab_parallel
+from vqjax.ops import device, precision, sampling, softmax, symbolic, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.tiles import Linear
@@ -69,6 +69,7 @@ def linear_top_k(
   softcap: float | int | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  precision: str | None = None,
 ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
   """The k most likely tokens under softmax(hidden · weightᵀ + bias), exactly.
 
@@ -94,7 +95,7 @@ def linear_top_k(
     ValueError: the shapes do not fit together, `k` is outside [1, V], `softcap` is not positive, or
       the mesh has no axis `vocab_axis`.
   """
-  options = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis)
+  options = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis, precision=precision)
   layer = Linear.of(hidden, weight, bias, options)
   if not is_count(k) or not 1 <= k <= layer.vocab:
     raise ValueError(
@@ -119,6 +120,7 @@ def linear_sample(
   softcap: float | int | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  precision: str | None = None,
 ) -> Int[Array, "*B"]:
   """Draws from softmax(hidden · weightᵀ + bias), exactly; -1 where no token is allowed.
 
@@ -147,7 +149,7 @@ def linear_sample(
     ValueError: the shapes do not fit together, an option is outside its range, or the mesh has no
       axis `vocab_axis`.
   """
-  scoring = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis)
+  scoring = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis, precision=precision)
   layer = Linear.of(hidden, weight, bias, scoring)
   options = sampling.SamplingOptions(temperature, top_k, top_p)
   key = key_of(key)
@@ -170,7 +172,8 @@ def _over_blocks(body: Callable, layer: Linear, *shared: Any) -> Any:
   def run(rows, hidden, *shared):
     per_row, bias, shared_rows = rows
     local = dataclasses.replace(weight, per_row=per_row, shared=shared_rows)
-    return body(linear_blocks(hidden, local, bias, vocab, options), *shared)
+    with precision.using(options.precision):
+      return body(linear_blocks(hidden, local, bias, vocab, options), *shared)
 
   rows = (
     vocab_parallel.Sharded(weight.per_row, 0, weight.axis),

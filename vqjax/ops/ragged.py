@@ -30,7 +30,7 @@ from jax.custom_batching import sequential_vmap
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from vqjax.ops import vocab_parallel
+from vqjax.ops import precision, vocab_parallel
 from vqjax.types import Dtype
 
 __all__ = []
@@ -99,22 +99,24 @@ def unshared_slot_log_prob(
 
 
 # The loop of `_ragged_product` has a dynamic length and so no reverse mode of its own.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@precision.custom_vjp
 def _log_prob(dtype, linears: _Linears, tokens: _Tokens) -> Array:
   """Log-probabilities [N] of the slots; 0 for tokens of no group."""
   return _forward(dtype, linears, tokens)[0]
 
 
 def _forward(dtype, linears, tokens):
-  forward = functools.partial(_in_parts, functools.partial(_local_forward, dtype))
-  (log_prob, log_z), _ = _on_each_device(forward, linears, (tokens,))
+  forward = functools.partial(_local_forward, dtype)
+  (log_prob, log_z), _ = _on_each_device(forward, linears, (tokens,), None)
   return log_prob, (linears, tokens, log_z)
 
 
 def _backward(dtype, saved, cotangent):
   linears, tokens, log_z = saved
-  backward = functools.partial(_in_parts, functools.partial(_local_backward, dtype))
-  d_hidden, (d_weight, d_bias) = _on_each_device(backward, linears, (tokens, log_z, cotangent))
+  backward = functools.partial(_local_backward, dtype)
+  d_hidden, (d_weight, d_bias) = _on_each_device(
+    backward, linears, (tokens, log_z, cotangent), (linears.weight, linears.bias)
+  )
   narrow = lambda x, like: None if like is None else x.astype(like.dtype)
   d_linears = _Linears(narrow(d_weight, linears.weight), narrow(d_bias, linears.bias), None)
   return d_linears, _Tokens(narrow(d_hidden, tokens.hidden), None, None)
@@ -123,26 +125,27 @@ def _backward(dtype, saved, cotangent):
 _log_prob.defvjp(*map(vocab_parallel.own_promotion, (_forward, _backward)))
 
 
-def _on_each_device(function, linears, per_token):
-  """A function that returns (values [N, ...], sums over tokens), on all devices.
+def _on_each_device(function, linears, per_token, summed):
+  """The (values [N, ...], sums over tokens) of `_in_parts(function)`, on all devices.
 
   Each device of the automatic axes computes its own tokens, and the sums are added up.
   """
   shards, n = vocab_parallel.token_shards(None), jax.tree.leaves(per_token)[0].shape[0]
   if shards.count == 1:
-    return function(linears, per_token)
+    return _in_parts(function, linears, per_token, summed)
 
-  def local(linears, per_token):
+  def local(linears, per_token, summed):
     own = jax.tree.map(lambda x: x[0], per_token)
-    values, sums = function(*vocab_parallel.varying((linears, own), *shards.axes))
+    given = vocab_parallel.varying((linears, own, summed), *shards.axes)
+    values, sums = _in_parts(function, *given)
     return jax.tree.map(lambda x: x[None], values), lax.psum(sums, shards.axes)
 
   spec = P(shards.axes)
   mapped = jax.shard_map(
-    local, in_specs=(P(), spec), out_specs=(spec, P()), axis_names=set(shards.axes)
+    local, in_specs=(P(), spec, P()), out_specs=(spec, P()), axis_names=set(shards.axes)
   )
   # Outside of jit a shard_map that leaves axes automatic is an error.
-  values, sums = jax.jit(mapped)(linears, jax.tree.map(shards.split, per_token))
+  values, sums = jax.jit(mapped)(linears, jax.tree.map(shards.split, per_token), summed)
   return jax.tree.map(lambda x: shards.join(x, n), values), sums
 
 
@@ -150,12 +153,18 @@ def _on_each_device(function, linears, per_token):
 _SCORES = 2**24
 
 
-def _in_parts(function, linears, per_token):
-  """`function` of parts of the tokens, one after another: its values, and the sum of its sums."""
+def _in_parts(function, linears, per_token, summed):
+  """`function` of parts of the tokens, one after another: its values, and its sums in the end.
+
+  It gets the sums of the parts before, with the shapes of `summed`, and adds to them in place: they
+  are as large as the weight.
+  """
+  start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), summed)
+  start = vocab_parallel.varying((start, linears, per_token))[0]
   n = len(per_token[0].slot)
   size = max(1, _SCORES // linears.weight.shape[1])
   if n <= size:
-    return function(linears, per_token)
+    return function(linears, per_token, start)
   count = -(-n // size)
   size = -(-n // count)
   pad = lambda x: jnp.pad(x, [(0, count * size - n), *[(0, 0)] * (x.ndim - 1)])
@@ -163,21 +172,17 @@ def _in_parts(function, linears, per_token):
   # Padding is of no group, which adds nothing.
   tokens = tokens._replace(group=tokens.group.at[n:].set(linears.sizes.shape[0]))
   split = lambda x: x.reshape(count, size, *x.shape[1:])
-  parts = jax.tree.map(split, (tokens, *further))
 
-  def step(total, part):
-    values, sums = function(linears, part)
-    return jax.tree.map(jnp.add, total, sums), values
+  def step(sums, part):
+    values, sums = function(linears, part, sums)
+    return sums, values
 
-  shapes = jax.eval_shape(function, linears, jax.tree.map(lambda x: x[0], parts))[1]
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-  zeros = vocab_parallel.varying((zeros, linears, per_token))[0]
-  sums, values = lax.scan(step, zeros, parts)
+  sums, values = lax.scan(step, start, jax.tree.map(split, (tokens, *further)))
   return jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[:n], values), sums
 
 
-def _local_forward(dtype, linears, per_token):
-  """Log-probabilities and log-normalisers; nothing is summed over tokens."""
+def _local_forward(dtype, linears, per_token, sums):
+  """Log-probabilities and log-normalisers; nothing is added to the sums."""
   (tokens,) = per_token
   order, counts = jnp.argsort(tokens.group), _counts(linears, tokens)
   by_group = jax.tree.map(lambda x: x[order], tokens)
@@ -185,11 +190,11 @@ def _local_forward(dtype, linears, per_token):
   log_z = jax.nn.logsumexp(scores_NS, axis=-1)
   own = jnp.take_along_axis(scores_NS, by_group.slot[:, None], axis=-1)[:, 0]
   log_prob = jnp.where(_has_group(linears, by_group), own - log_z, 0.0)
-  return (_unsort(log_prob, order), _unsort(log_z, order)), None
+  return (_unsort(log_prob, order), _unsort(log_z, order)), sums
 
 
-def _local_backward(dtype, linears, saved):
-  """The cotangent of hidden, and those of weight and bias, all in float32."""
+def _local_backward(dtype, linears, saved, sums):
+  """The cotangent of hidden, and the sums with those of weight and bias, all in float32."""
   order, counts = jnp.argsort(saved[0].group), _counts(linears, saved[0])
   by_group, log_z, cotangent = jax.tree.map(lambda x: x[order], saved)
   has_group_N1 = _has_group(linears, by_group)[:, None]
@@ -199,10 +204,11 @@ def _local_backward(dtype, linears, saved):
   # Rows of no group hold arbitrary scores, and a slot that is absent 0 · -inf.
   d_NS = jnp.where(has_group_N1 & ~jnp.isneginf(scores_NS), d_NS, 0.0)
   operand_NS = d_NS.astype(dtype)
-  d_weight = _ragged_outer(operand_NS, by_group.hidden.astype(dtype), counts)
-  d_bias = None
-  if linears.bias is not None:
-    d_bias = _ragged_outer(d_NS, jnp.ones_like(d_NS[:, :1]), counts)[..., 0]
+  d_weight, d_bias = sums
+  d_weight = _with_ragged_outer(d_weight, operand_NS, by_group.hidden.astype(dtype), counts)
+  if d_bias is not None:
+    ones_N1 = jnp.ones_like(d_NS[:, :1])
+    d_bias = _with_ragged_outer(d_bias[..., None], d_NS, ones_N1, counts)[..., 0]
   d_hidden = _ragged_product(operand_NS, linears.weight, counts, contracted=1)
   return _unsort(jnp.where(has_group_N1, d_hidden, 0.0), order), (d_weight, d_bias)
 
@@ -251,16 +257,19 @@ def _ragged_product(
   return sequential_vmap(functools.partial(run, contracted))(rows, weight, counts)
 
 
-def _ragged_outer(
-  left: Float[Array, "N X"], right: Float[Array, "N Y"], counts: Int[Array, "G"]
+def _with_ragged_outer(
+  sums: Float[Array, "G X Y"],
+  left: Float[Array, "N X"],
+  right: Float[Array, "N Y"],
+  counts: Int[Array, "G"],
 ) -> Float[Array, "G X Y"]:
-  """Sums of left[n] · right[n]ᵀ over the rows n of each group, in float32.
+  """`sums`, with left[n] · right[n]ᵀ of the rows n of each group added, in float32.
 
-  Rows are sorted by group as in `_ragged_product`. An empty group has a sum of 0. Rows beyond all
-  groups are left out, even if they hold nan.
+  Rows are sorted by group as in `_ragged_product`. Rows beyond all groups are left out, even if
+  they hold nan.
   """
   run = _outer_native if vocab_parallel.platform() == "tpu" else _outer_by_blocks
-  return sequential_vmap(run)(left, right, counts)
+  return sequential_vmap(run)(sums, left, right, counts)
 
 
 def _product_native(contracted, rows, weight, counts):
@@ -270,9 +279,11 @@ def _product_native(contracted, rows, weight, counts):
   )
 
 
-def _outer_native(left, right, counts):
+def _outer_native(sums, left, right, counts):
   numbers = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
-  return lax.ragged_dot_general(left, right, counts, numbers, preferred_element_type=jnp.float32)
+  return sums + lax.ragged_dot_general(
+    left, right, counts, numbers, preferred_element_type=jnp.float32
+  )
 
 
 class _Blocks(NamedTuple):
@@ -328,7 +339,7 @@ def _product_by_blocks(contracted, rows, weight, counts):
   return lax.fori_loop(0, blocks.count, step, empty)[:n]
 
 
-def _outer_by_blocks(left, right, counts):
+def _outer_by_blocks(sums, left, right, counts):
   blocks = _blocks(counts, left.shape[0])
   left, right = _padded(left), _padded(right)
 
@@ -339,6 +350,5 @@ def _outer_by_blocks(left, right, counts):
     left_BX, right_BY = (jnp.where(own_B1, cut(x), 0) for x in (left, right))
     return sums.at[blocks.group[index]].add(_dot(left_BX, right_BY, ((0,), (0,))))
 
-  empty = jnp.zeros((counts.shape[0], left.shape[1], right.shape[1]), jnp.float32)
-  empty = vocab_parallel.varying((empty, left, right, counts))[0]
-  return lax.fori_loop(0, blocks.count, step, empty)
+  sums = vocab_parallel.varying((sums, left, right, counts))[0]
+  return lax.fori_loop(0, blocks.count, step, sums)

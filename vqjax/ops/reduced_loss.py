@@ -28,7 +28,6 @@ Elsewhere it keeps the scores, in bfloat16 where the device rounds them (`device
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import NamedTuple
 
@@ -38,7 +37,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from vqjax.ops import device, statistics, tiles, vocab_parallel
+from vqjax.ops import device, precision, statistics, tiles, vocab_parallel
 from vqjax.ops.row_factory import as_row_factory
 from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.statistics import Outputs
@@ -172,7 +171,7 @@ def _plan(terms, cut, layer):
   return Plan(terms, options, cut._replace(tile=tiles.Tile(tokens, vocab)), limits)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@precision.custom_vjp
 def _sum(plan, layer, token_weight_PN, row_PN):
   """The sum alone, which needs no gradient and keeps no scores."""
   tile = tiles.cut_tile(None, layer.hidden.shape[1], layer.weight.count)
@@ -221,14 +220,14 @@ def _forward(plan, layer, token_weight_PN, row_PN):
     stats, (z, _) = statistics.finished(plan.outputs, last)
     loss_Pn, pull = jax.vjp(losses, stats.log_prob, stats.log_z, stats.score_sum)
     d_log_prob, d_log_z, d_score_sum = pull(weight_Pn)
-    given = statistics.Cotangents(
-      row=row_Pn, z=z, own=d_log_prob, prob=d_log_z - d_log_prob, score_sum=d_score_sum
-    )
+    prob_Pn = d_log_z - d_log_prob
+    own_Pn = statistics.own_cotangent(d_log_prob, prob_Pn, stats.log_prob)
+    given = statistics.Cotangents(row=row_Pn, z=z, own=own_Pn, prob=prob_Pn, score_sum=d_score_sum)
     given = vocab_parallel.varying((given, here))[0]
     if not plan.limits.fuses:
       # The last reader of the scores is their gradient, which then takes their place in memory.
       kept = lax.optimization_barrier((kept, loss_Pn))[0]
-    sums, part = gradients(plan, here, kept, given, stats, sums)
+    sums, part = gradients(plan, here, kept, given, sums)
     new = jax.tree.map(lambda x: x[None] if shards == 1 else x, (part, loss_Pn))
     return sums, *tiles.replaced((d_hidden, loss), index, new)
 
@@ -276,9 +275,8 @@ def _finished(plan, layer, raw_PnV):
   return plan.options.finish(raw_PnV.astype(jnp.float32), bias)
 
 
-def _of_scores(plan, layer, kept, given, stats, sums):
+def _of_scores(plan, layer, kept, given, sums):
   """The sums with the gradients of a tile of tokens, and the cotangent of its hidden vectors."""
-  del stats
   (raw_PnV, weight_VD), options = kept, plan.options
   score_PnV = _finished(plan, layer, raw_PnV)
   given = jax.tree.map(lambda x: x[..., None], given)
@@ -342,16 +340,14 @@ def _bias(layer, rows):
   return None if layer.bias is None else layer.bias[rows, None].astype(jnp.float32)
 
 
-def _of_masses(plan, layer, kept, given, stats, sums):
+def _of_masses(plan, layer, kept, given, sums):
   """The sums with the gradients of a tile of tokens, and the cotangent of its hidden vectors."""
   options, (mass_Vn, reference_n), hidden_nD = plan.options, kept, layer.hidden
   weight_VD = layer.weight.all().astype(options.dtype)
   row_V1 = jnp.arange(len(mass_Vn), dtype=jnp.int32)[:, None]
   # p = mass · exp(reference - log Z): one factor a token, instead of an exponential a score.
   scale_n = given.prob * jnp.exp((exp_shift(reference_n) - given.z.top) - given.z.log_sum)
-  # A rounded mass would leave little of p - 1 for a token that is nearly certain.
-  own_n = given.own + given.prob * jnp.exp(stats.log_prob)
-  d_Vn = jnp.where(row_V1 == given.row, own_n, mass_Vn * scale_n)
+  d_Vn = jnp.where(row_V1 == given.row, given.own, mass_Vn * scale_n)
   if given.score_sum is not None:
     is_removed = False if layer.bias is None else jnp.isneginf(_bias(layer, slice(None)))
     d_Vn += jnp.where(is_removed, 0.0, given.score_sum)

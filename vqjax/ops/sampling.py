@@ -20,6 +20,7 @@ its own blocks, devices exchange candidates and [*B]-sized sums, not scores.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -29,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import device, topk, vocab_parallel
@@ -81,14 +83,23 @@ class Blocks(NamedTuple):
 
   def fold(self, step: Callable, carry: Any) -> Any:
     """The carry after `step(carry, index) -> carry` of all blocks, one after another."""
-    if self.count == 1:
-      # A loop would copy what its only step reads, a whole weight for instance.
-      return step(carry, jnp.zeros((), jnp.int32))
-    # A carry varies over the same mesh axes as the scores that are merged into it.
+    if self.count > 1:
+      carry = self._varying(carry)
+    return _over_blocks(self.count, step, carry)
+
+  def _varying(self, carry: Any) -> Any:
+    """A carry that varies over the same mesh axes as the scores that are merged into it."""
     scores = jax.eval_shape(self.block, jax.ShapeDtypeStruct((), jnp.int32))[0]
-    carry = vocab_parallel.varying(carry, *vocab_parallel.varies_over(scores))
-    # `scan`, because a `fori_loop` has no reverse mode, which distillation from blocks needs.
-    return lax.scan(lambda carry, index: (step(carry, index), None), carry, self.indices)[0]
+    return vocab_parallel.varying(carry, *vocab_parallel.varies_over(scores))
+
+
+def _over_blocks(count, step, carry):
+  """The carry after `step(carry, index) -> carry` of so many blocks."""
+  if count == 1:
+    # A loop would copy what its only step reads, a whole weight for instance.
+    return step(carry, jnp.zeros((), jnp.int32))
+  indices = jnp.arange(count, dtype=jnp.int32)
+  return lax.scan(lambda carry, index: (step(carry, index), None), carry, indices)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,8 +327,6 @@ def log_prob(
 def _log_sum_and_own(blocks, token, temperature):
   """The maximum m of scores / T, log of the sum of exp(score / T - m), and score / T of a token."""
 
-  # Recomputed: the scan would keep the scores of all blocks for its gradient, [*B, V].
-  @jax.checkpoint
   def step(carry, index):
     max_B, sum_B, own_B, count_B = carry
     score_WB, token_W = blocks.block(index)
@@ -329,17 +338,65 @@ def _log_sum_and_own(blocks, token, temperature):
     # Padding names some token, and scores -inf.
     is_own_WB = (token_W.reshape(-1, *[1] * token.ndim) == token) & ~jnp.isneginf(score_WB)
     own_B = own_B + jnp.where(is_own_WB, score_WB, 0.0).sum(axis=0)
-    return new_max_B, sum_B, own_B, count_B + is_own_WB.sum(axis=0, dtype=jnp.int32)
+    return new_max_B, sum_B, own_B, count_B + is_own_WB.sum(axis=0, dtype=jnp.float32)
 
   zero_B = jnp.zeros(blocks.batch, jnp.float32)
-  start = jnp.full_like(zero_B, -jnp.inf), zero_B, zero_B, zero_B.astype(jnp.int32)
-  max_B, sum_B, own_B, count_B = blocks.fold(step, start)
+  start = jnp.full_like(zero_B, -jnp.inf), zero_B, zero_B, zero_B
+  restart = lambda last: (last[0], *map(jnp.zeros_like, last[1:]))
+  max_B, sum_B, own_B, count_B = summed(blocks, step, start, restart)
   if blocks.axis:
     top_B = vocab_parallel.common_shift(max_B, blocks.axis)
     sum_B = sum_B * jnp.exp(max_B - exp_shift(top_B))
     sum_B, own_B, count_B = lax.psum((sum_B, own_B, count_B), blocks.axis)
     max_B = top_B
   return max_B, jnp.log(sum_B), jnp.where(count_B > 0, own_B, -jnp.inf)
+
+
+def summed(blocks: Blocks, step: Callable, start: Any, restart: Callable) -> Any:
+  """The carry of `blocks.fold(step, start)`, whose gradient computes each block once more.
+
+  That of a loop would keep the carries of all blocks, which are as many numbers as the scores where
+  blocks are narrow. It is differentiable in both modes.
+
+  Args:
+    blocks: the blocks.
+    step: carry, index -> carry: adds what is known of a block to float32 sums, relative to maxima
+      through which no gradient passes.
+    start: the carry without any block.
+    restart: the last carry -> an empty one with its maxima, to which a block adds what it
+      contributes to the last one.
+  """
+  index = jax.ShapeDtypeStruct((), jnp.int32)
+  start = blocks._varying(start)
+  # What a step reads becomes arguments, of which there may be derivatives.
+  made, tree = jax.make_jaxpr(step)(start, index), jax.tree.structure(start)
+
+  def step_of(arrays):
+    run = jaxpr_as_fun(ClosedJaxpr(made.jaxpr, arrays))
+    return lambda carry, index: jax.tree.unflatten(tree, run(*jax.tree.leaves(carry), index))
+
+  return _summed(blocks.count, step_of, restart, start, *made.consts)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _summed(count: int, step_of: Callable, restart: Callable, start: Any, *arrays: Array) -> Any:
+  return _over_blocks(count, step_of(arrays), start)
+
+
+@_summed.defjvp
+def _summed_jvp(count, step_of, restart, primals, tangents):
+  (start, *arrays), (_, *d_arrays) = primals, tangents
+  last = _summed(count, step_of, restart, start, *arrays)
+  empty = restart(last)
+
+  # Recomputed: reverse mode would keep the masses of all blocks, [*B, V].
+  @jax.checkpoint
+  def step(d_sums, index):
+    added = lambda *arrays: step_of(arrays)(empty, index)
+    _, d_added = jax.jvp(added, arrays, d_arrays)
+    return jax.tree.map(jnp.add, d_sums, d_added)
+
+  return last, _over_blocks(count, step, jax.tree.map(jnp.zeros_like, last))
 
 
 def scores_of_all(blocks: Blocks, vocab: int) -> Float[Array, "*B V"]:

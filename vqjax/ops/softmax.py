@@ -51,6 +51,7 @@ def linear_log_prob(
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  precision: str | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of `tokens` under softmax(hidden · weightᵀ + bias).
 
@@ -73,6 +74,7 @@ def linear_log_prob(
     dtype=dtype,
     vocab_axis=vocab_axis,
     scratch=scratch,
+    precision=precision,
   )
   return _softmax(hidden, weight, tokens, bias, mask, options, Outputs()).log_prob
 
@@ -91,10 +93,13 @@ def linear_softmax(
   entropy: bool = False,
   mean: bool = False,
   top_k: int = 0,
+  collision: bool = False,
+  rank: bool = False,
   scratch: int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  precision: str | None = None,
 ) -> LinearSoftmax:
   """Statistics of `tokens` under softmax(hidden · weightᵀ + bias), exactly.
 
@@ -103,7 +108,7 @@ def linear_softmax(
   float32 and results are float32 for inputs of any float type. Neither the forward nor the backward
   pass holds an array of N·V elements. A bias of -inf removes its row from the distribution. A token
   outside [0, V) has no probability: its `log_prob` is nan, so that a loss over it cannot pass
-  unnoticed.
+  unnoticed, and its `rank` is -1.
 
   Every floating-point result is differentiable in `hidden`, `weight` and `bias`, in reverse mode.
   Under `jax.jit` XLA removes the gradient of an operand that needs none (`jax.lax.stop_gradient`,
@@ -132,6 +137,9 @@ def linear_softmax(
     mean: whether to compute the mean log-probability. Without a softcap it costs no pass: the mean
       score is hidden · (mean row) + (mean bias).
     top_k: number of best tokens to return, 0 to 128.
+    collision: whether to compute the sum of squared probabilities.
+    rank: whether to compute the rank of the token. Scores that differ by no more than their
+      rounding count as equal.
     scratch: bytes of scores that each device may keep for the gradient, instead of computing them
       again; None: as suits the device (`vqjax.ops.device`).
     tile: (tokens, vocabulary rows) that are scored at once on each device, of which nothing is
@@ -141,6 +149,8 @@ def linear_softmax(
       the promoted dtype of hidden and weight.
     vocab_axis: mesh axis over which the rows are sharded. Inside of a `jax.shard_map` over it,
       `weight` and `bias` are the device's own rows and `tokens` count over all devices' rows.
+    precision: of the matrix products, such as "highest"; None: JAX's default, as explained in
+      `ScoreOptions`: products of float32 operands are rounded on GPUs and TPUs.
 
   Raises:
     ValueError: the shapes do not fit together, the vocabulary is empty, a side of `tile` is below
@@ -156,8 +166,9 @@ def linear_softmax(
     dtype=dtype,
     vocab_axis=vocab_axis,
     scratch=scratch,
+    precision=precision,
   )
-  outputs = Outputs(entropy=entropy, mean=mean, top_k=top_k)
+  outputs = Outputs(entropy, mean, top_k, collision, rank)
   return _softmax(hidden, weight, tokens, bias, mask, options, outputs)
 
 
@@ -178,7 +189,11 @@ def _softmax(hidden, weight, tokens, bias, mask, options, outputs) -> LinearSoft
   compute = functools.partial(statistics.distribution, outputs)
   kept = None if counted is None else counted.kept
   stats = tiles.on_each_device((layer,), token, compute, kept)
-  stats = stats._replace(log_prob=jnp.where(valid, stats.log_prob, jnp.nan))
+  stats = stats._replace(
+    log_prob=jnp.where(valid, stats.log_prob, jnp.nan),
+    is_best=valid & stats.is_best,
+    rank=None if stats.rank is None else jnp.where(valid, stats.rank, -1),
+  )
   return stats if counted is None else counted.of_each(stats)
 
 
@@ -191,16 +206,19 @@ def linear_cross_entropy(
   *,
   mask: Bool[ArrayLike, "*B"] | None = None,
   token_weight: Float[ArrayLike, "*B"] | None = None,
+  class_weight: Float[ArrayLike, "V"] | None = None,
   ignore_index: int | None = None,
   label_smoothing: float | int = 0.0,
   z_loss: float | int = 0.0,
   temperature: float | int = 1.0,
   softcap: float | int | None = None,
+  output: OutputFunction | None = None,
   reduction: str = "none",
   scratch: int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  precision: str | None = None,
 ) -> Float[Array, "*B"] | Float[Array, ""]:
   """Cross-entropy of each token, in nats, with label smoothing and z-loss; or their sum or mean.
 
@@ -220,6 +238,9 @@ def linear_cross_entropy(
     bias: one number for each row.
     mask: False for tokens that are left out, as if their weight were 0.
     token_weight: weight of each token's loss; 0 for padding.
+    class_weight: a further factor of the weight, by the token, as `weight` of PyTorch's
+      `cross_entropy`: the mean divides by the sum of the weights. Inside of a `jax.shard_map` over
+      `vocab_axis` it has the device's own rows, as `weight` does.
     ignore_index: target whose tokens have weight 0, such as -1 or -100; unsigned tokens of 8 or 16
       bits cannot hold a negative one.
     label_smoothing: probability, in [0, 1), that the target spreads evenly over the vocabulary; a
@@ -227,20 +248,23 @@ def linear_cross_entropy(
     z_loss: coefficient of the squared log-normaliser, which keeps scores from drifting.
     temperature: divides the scores, after their cap.
     softcap: largest absolute score.
+    output: another function of each score instead of a cap, such as `SigmoidCap()`.
     reduction: "none", "sum" or "mean"; the mean over no weight is 0.
     scratch: as in `linear_softmax`; a sum or mean keeps these scores until their gradient is
       formed, beside a float32 gradient of the weight.
     tile: (tokens, vocabulary rows) that are scored at once; if it is given, nothing is kept.
     dtype: dtype of the matrix products' operands.
     vocab_axis: mesh axis over which the rows are sharded.
+    precision: of the matrix products.
 
   Raises:
     ValueError: as `linear_softmax`; `label_smoothing` is outside [0, 1), `z_loss` is negative,
-      `token_weight` has another shape than `tokens`, `reduction` is not one of the three, or
-      `scratch` is not a number of bytes.
+      `token_weight` has another shape than `tokens` or `class_weight` than [V], there is a
+      `class_weight` beside `label_smoothing`, `reduction` is not one of the three, or `scratch` is
+      not a number of bytes.
     TypeError: as `linear_softmax`.
   """
-  check_arrays(hidden=hidden, tokens=tokens, token_weight=token_weight)
+  check_arrays(hidden=hidden, tokens=tokens, token_weight=token_weight, class_weight=class_weight)
   check_numbers(label_smoothing=label_smoothing, z_loss=z_loss)
   if not 0 <= label_smoothing < 1:
     raise ValueError(f"`label_smoothing` must be in [0, 1); got {label_smoothing}. 0.1 is usual.")
@@ -254,11 +278,21 @@ def linear_cross_entropy(
   options = ScoreOptions(
     temperature=temperature,
     softcap=softcap,
+    output=output,
     tile=tile,
     dtype=dtype,
     vocab_axis=vocab_axis,
     scratch=scratch,
+    precision=precision,
   )
+  if class_weight is not None:
+    if label_smoothing:
+      raise ValueError(
+        f"`label_smoothing` must be 0 where `class_weight` is given; got {label_smoothing}. PyTorch"
+        " weighs each class of the smoothed target; give `token_weight` instead."
+      )
+    of_class = _of_classes(class_weight, tokens, as_row_factory(weight).count, vocab_axis)
+    token_weight = of_class if token_weight is None else token_weight * of_class
   counted = TokenWeight.of(tokens.shape, mask, token_weight, tokens, ignore_index)
   terms = reduced_loss.Terms(float(label_smoothing), float(z_loss))
   if reduction == "none":
@@ -277,6 +311,18 @@ def linear_cross_entropy(
   compute = functools.partial(reduced_loss.weighted_sum, terms)
   loss = tiles.on_each_device((layer,), token, compute, counted.kept, share)
   return jnp.where(wrong, jnp.nan, loss)
+
+
+def _of_classes(class_weight, tokens, rows, vocab_axis):
+  """Weight of each token's class; 1 for a token outside of the vocabulary, whose loss is nan."""
+  if class_weight.shape != (rows,):
+    raise ValueError(
+      f"`class_weight` must be [{rows}], one for each row of `weight`; got {class_weight.shape}."
+      " Use `token_weight` for weights of tokens."
+    )
+  valid, token = in_vocabulary(tokens, vocab_parallel.rows_in_all(vocab_axis, rows))
+  table = class_weight.astype(vocab_parallel.summed_dtype(class_weight.dtype))
+  return jnp.where(valid, vocab_parallel.sharded_lookup(table, token, vocab_axis), 1.0)
 
 
 def linear_scores(

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
-from vqjax.ops import distillation, statistics, tiles, vocab_parallel
+from vqjax.ops import distillation, precision, statistics, tiles, vocab_parallel
 from vqjax.ops.distillation import SoftTargetLoss
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.scores import ScoreOptions, exp_shift
@@ -121,6 +121,9 @@ def linear_sparse_target_loss(
     "renormalize":  both distributions are restricted to the k tokens: q / sum_j q_j against
                     p / sum_j p_j. The student's scores of other tokens have no gradient.
 
+  Several targets of one hidden vector, as in multi-token prediction, are "ignore" with the share of
+  each as its probability, 0 where a text ends: they share scores, normaliser and products.
+
   For renormalised targets against the whole distribution of the student, divide `probs` by their
   sum and use "ignore". A probability of 0 marks an unused entry, whose token may be any number and
   belongs to the others; an entry of another probability outside of the vocabulary makes the losses
@@ -131,7 +134,7 @@ def linear_sparse_target_loss(
   Args:
     hidden: one vector for each distribution.
     weight: one row for each token of the vocabulary.
-    tokens: k distinct tokens for each distribution, in any order.
+    tokens: k tokens for each distribution, in any order; with "ignore" they may repeat.
     probs: probability of each of them under the teacher.
     bias: one number for each row.
     rest: what becomes of the mass of all other tokens.
@@ -185,7 +188,7 @@ def linear_top_k_divergence(
   *,
   k: int,
   rest: Rest = "bucket",
-  mixture: float | int = 0.0,
+  mixture: float | int | None = 0.0,
   mask: Bool[ArrayLike, "*B"] | None = None,
   token_weight: Float[ArrayLike, "*B"] | None = None,
   teacher_softcap: float | int | None = None,
@@ -204,7 +207,8 @@ def linear_top_k_divergence(
     rest: what becomes of the mass of all other tokens. "bucket" takes a second pass over the
       teacher.
     mixture: 0 for the forward divergence, 1 for the reverse one, between them the weight of the
-      teacher in the generalised Jensen-Shannon divergence; with "ignore" a part of the sum.
+      teacher in the generalised Jensen-Shannon divergence, with "ignore" a part of the sum; None
+      for the total variation.
 
   Raises:
     ValueError: as `linear_soft_target_loss`, `k` is below 1 or above 128 or the number of rows,
@@ -259,6 +263,8 @@ def _divergence(mixture, log_p, log_q):
   # Two `where`: no gradient may pass through log 0, not even times 0.
   log_p, log_q = jnp.where(in_p, log_p, 0.0), jnp.where(in_q, log_q, 0.0)
   p, q = jnp.where(in_p, jnp.exp(log_p), 0.0), jnp.where(in_q, jnp.exp(log_q), 0.0)
+  if mixture is None:
+    return jnp.abs(p - q).sum(axis=-1) / 2
   if mixture == 0:
     return jnp.where(in_q & ~in_p, jnp.inf, q * (log_q - log_p)).sum(axis=-1)
   p_ratio, q_ratio = distillation.log_ratios_to_mixture(mixture, log_p, log_q)
@@ -336,7 +342,7 @@ class _Normalizer(NamedTuple):
 
 
 # JAX's own gradient of the scans would store the scores of all tiles, [N, V].
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@precision.custom_vjp
 def _pass(plan, layer, row_PNk):
   return _pass_forward(plan, layer, row_PNk)[0]
 

@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from vqjax.ops import device, tiles, topk, vocab_parallel
+from vqjax.ops import device, precision, tiles, topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
 
 __all__ = ["LinearSoftmax"]
@@ -48,6 +48,9 @@ class LinearSoftmax(NamedTuple):
       removes: the term of label smoothing. Or None.
     top_log_probs: log-probabilities of the k best tokens in descending order, or None.
     top_tokens: the k best tokens, int32; -1 where fewer than k have a probability. Or None.
+    collision: sum_v p_v², the probability that two draws are equal, or None.
+    is_best: whether no other token is more likely; the mean of it is the accuracy.
+    rank: 1 + the number of tokens that are more likely, int32, or None.
   """
 
   log_prob: Float[Array, "*B"]
@@ -56,6 +59,9 @@ class LinearSoftmax(NamedTuple):
   mean_log_prob: Float[Array, "*B"] | None
   top_log_probs: Float[Array, "*B k"] | None
   top_tokens: Int[Array, "*B k"] | None
+  collision: Float[Array, "*B"] | None
+  is_best: Bool[Array, "*B"]
+  rank: Int[Array, "*B"] | None
 
 
 class Outputs(NamedTuple):
@@ -65,11 +71,15 @@ class Outputs(NamedTuple):
     entropy: whether to compute the entropy.
     mean: whether to compute the mean log-probability.
     top_k: number of best tokens.
+    collision: whether to compute the sum of squared probabilities.
+    rank: whether to compute the rank of the token.
   """
 
   entropy: bool = False
   mean: bool = False
   top_k: int = 0
+  collision: bool = False
+  rank: bool = False
 
 
 class _Plan(NamedTuple):
@@ -96,7 +106,10 @@ class _Pass(NamedTuple):
   entropy: Array | None
   score_sum: Array | None
   top_log_prob: Array | None
+  collision: Array | None
   top_token: Array | None
+  is_best: Array
+  rank: Array | None
 
 
 def distribution(
@@ -117,6 +130,9 @@ def distribution(
     mean_log_prob=mean_PN,
     top_log_probs=stats.top_log_prob,
     top_tokens=stats.top_token,
+    collision=stats.collision,
+    is_best=stats.is_best,
+    rank=stats.rank,
   )
 
 
@@ -157,17 +173,26 @@ class _Running(NamedTuple):
     own: score of the token itself, -inf before its tile.
     top: the largest score.
     total: sum of exp(score - top).
+    lost: what the rounding of `total` has lost: beside a nearly certain token the masses of a tile
+      are below the digits of the sum.
     moment: sum of exp(score - top) · (score - top), for the entropy, or None.
+    square: sum of exp(score - top)², or None.
     score_sum: sum of the scores, for their mean, or None.
     best: the k best scores, or None.
+    least: score that those of more likely tokens exceed, or None.
+    above: number of scores that exceed it, or None.
   """
 
   own: Array
   top: Array
   total: Array
+  lost: Array
   moment: Array | None
+  square: Array | None
   score_sum: Array | None
   best: topk.TopK | None
+  least: Array | None = None
+  above: Array | None = None
 
 
 class _Normalizer(NamedTuple):
@@ -178,7 +203,7 @@ class _Normalizer(NamedTuple):
 
 
 # JAX's own gradient of the scans would store the scores of all tiles, [N, V].
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@precision.custom_vjp
 def _pass(plan, layer, row_PN):
   """Statistics of tokens at index `row` of the rows, which may be another device's."""
   return _forward(plan, layer, row_PN)[0]
@@ -191,12 +216,16 @@ def _forward(plan, layer, row_PN):
   # be composed at once for their mean.
   sums_scores = outputs.mean and not (layer.options.function is None and layer.weight.is_table)
   start = empty(outputs, row_PN.shape, sums_scores)
+  if outputs.rank:
+    none = jnp.zeros(row_PN.shape, jnp.int32)
+    start = start._replace(least=_least_above(layer, row_PN), above=none)
   if plan.kept:
     add = lambda old, score, *place: merge(old, (score,), place[0], row_PN, place[1], plan.fuses)
     start, kept = tiles.kept_scores(plan.cut, layer, plan.kept, start, add)
   if plan.fuses and not plan.kept:
-    # A lower bound of the maximum, which the first tile may be summed below.
-    start = start._replace(top=tiles.first_scores(plan.cut, layer).max(axis=-1))
+    # A lower bound of the maximum, which the first tile may be summed below. One nat lower, since
+    # another product rounds otherwise, and no number but a score may be the largest.
+    start = start._replace(top=tiles.first_scores(plan.cut, layer).max(axis=-1) - 1.0)
     shortcut = tiles.Shortcut(_merge_below, _overflowed)
     exact = functools.partial(merge, fuses=True)
     last = tiles.fold(plan.cut, (layer,), row_PN, start, exact, shortcut)
@@ -208,6 +237,25 @@ def _forward(plan, layer, row_PN):
   return *finished(outputs, last), kept
 
 
+def _least_above(layer, row_PN):
+  """The token's own score, from a product of its own, plus what rounding may add to an equal one.
+
+  The count of the scores above it can then begin before the token's tile.
+  """
+  options, axis = layer.options, vocab_parallel.inside(layer.options.vocab_axis)
+  index_PN = jnp.clip(row_PN, 0, layer.weight.count - 1)
+  row_ND = layer.weight.at(index_PN.reshape(-1)).astype(options.dtype).astype(jnp.float32)
+  row_PND = row_ND.reshape(*index_PN.shape, -1)
+  hidden_PND = layer.hidden.astype(options.dtype).astype(jnp.float32)
+  raw_PN = tiles.rounded_scores((hidden_PND * row_PND).sum(axis=-1), options.dtype)
+  bias_PN = None if layer.bias is None else layer.bias[index_PN].astype(jnp.float32)
+  size_PN = jnp.linalg.norm(hidden_PND, axis=-1) * jnp.linalg.norm(row_PND, axis=-1)
+  least_PN = options.finish(raw_PN, bias_PN) + 2.0**-21 * size_PN / options.temperature
+  if axis is None:
+    return least_PN
+  return vocab_parallel.from_owner(least_PN, row_PN, layer.weight.count, axis)
+
+
 def empty(outputs: Outputs, shape: tuple[int, ...], sums_scores: bool) -> _Running:
   """The statistics of no scores, for tokens of the given shape."""
   lowest, zero = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
@@ -215,15 +263,20 @@ def empty(outputs: Outputs, shape: tuple[int, ...], sums_scores: bool) -> _Runni
     own=lowest,
     top=lowest,
     total=zero,
+    lost=zero,
     moment=zero if outputs.entropy else None,
+    square=zero if outputs.collision else None,
     score_sum=zero if sums_scores else None,
     best=topk.empty(shape, outputs.top_k) if outputs.top_k else None,
   )
 
 
-def finished(outputs: Outputs, last: _Running) -> tuple[_Pass, tuple[_Normalizer, Array | None]]:
+def finished(outputs: Outputs, last: _Running) -> tuple[_Pass, tuple]:
   """Results of a pass over all scores, and what its gradient needs."""
-  z = _Normalizer(last.top, jnp.log(last.total))
+  # The logarithm of 1 + a little keeps the digits of the little.
+  above = jnp.log1p(jnp.maximum(last.total - 1 + last.lost, -0.5))
+  log_sum = jnp.where(last.total < 0.5, jnp.log(last.total), above)
+  z = _Normalizer(last.top, log_sum)
   excess = last.moment / last.total if outputs.entropy else None
   # In this order: own - log Z would lose digits where both are large.
   below = lambda score, top, log_sum: jnp.minimum((score - top) - log_sum, 0.0)
@@ -235,7 +288,10 @@ def finished(outputs: Outputs, last: _Running) -> tuple[_Pass, tuple[_Normalizer
     top_log_prob=(
       below(last.best.scores, z.top[..., None], z.log_sum[..., None]) if outputs.top_k else None
     ),
+    collision=last.square / last.total**2 if outputs.collision else None,
     top_token=last.best.tokens if outputs.top_k else None,
+    is_best=last.own >= last.top,
+    rank=None if last.above is None else 1 + last.above,
   )
   return stats, (z, excess)
 
@@ -262,7 +318,9 @@ HEADROOM = 60.0
 
 def _overflowed(old, new):
   """Whether a maximum rose by more than the headroom, or from -inf."""
-  return (new.top - old.top > HEADROOM).any()
+  # Squares have twice the exponent.
+  most = HEADROOM if old.square is None else HEADROOM / 2
+  return (new.top - old.top > most).any()
 
 
 def _add(old, score, first_row, row_Pn, axis, fuses):
@@ -286,17 +344,30 @@ def _add(old, score, first_row, row_Pn, axis, fuses):
     # An absent row has score -inf and mass 0, whose product is nan.
     # Before the product as well, for the second derivative: 0 · -inf in a branch that is not taken.
     moment = moment + (mass * jnp.where(jnp.isneginf(score), 0.0, above)).sum(axis=axis)
+  square = None if old.square is None else old.square + (mass**2).sum(axis=axis)
   if score_sum is not None:
     score_sum = score_sum + jnp.where(jnp.isneginf(score), 0.0, score).sum(axis=axis)
   if best is not None:
     best = topk.merge(best, score, row_v)
+  above = old.above
+  if above is not None:
+    above = above + (score > jnp.expand_dims(old.least, axis)).sum(axis=axis, dtype=jnp.int32)
+  part = mass.sum(axis=axis)
+  total = old.total + part
+  # Exactly what the rounded sum lacks (Knuth).
+  added = total - old.total
+  lost = (old.total - (total - added)) + (part - added)
   return _Running(
     own=jnp.maximum(old.own, own_Pn),
     top=old.top,
-    total=old.total + mass.sum(axis=axis),
+    total=total,
+    lost=old.lost + lost,
     moment=moment,
+    square=square,
     score_sum=score_sum,
     best=best,
+    least=old.least,
+    above=above,
   )
 
 
@@ -307,7 +378,9 @@ def _moved(old, top):
   shrink = jnp.exp(step)
   # Each of the terms x · exp(x - top) changes by step, and by the factor of its exponential.
   moment = None if old.moment is None else (old.moment + step * old.total) * shrink
-  return old._replace(top=top, total=old.total * shrink, moment=moment)
+  square = None if old.square is None else old.square * shrink**2
+  total, lost = old.total * shrink, old.lost * shrink
+  return old._replace(top=top, total=total, lost=lost, moment=moment, square=square)
 
 
 def all_reduced(local, axis, row_PN, rows):
@@ -323,9 +396,12 @@ def all_reduced(local, axis, row_PN, rows):
     own=vocab_parallel.from_owner(local.own, row_PN, rows, axis),
     top=moved.top,
     total=total(moved.total),
+    lost=total(moved.lost),
     moment=total(moved.moment),
+    square=total(moved.square),
     score_sum=total(local.score_sum),
     best=best,
+    above=total(local.above),
   )
 
 
@@ -335,11 +411,13 @@ class Cotangents(NamedTuple):
   Attributes:
     row: row of the token.
     z: normaliser.
-    own: coefficient of the token's own score.
-    prob: coefficient of the probabilities.
+    own: cotangent of the token's own score, without the terms below; see `own_cotangent`.
+    prob: coefficient of the probabilities of all other tokens.
     score_sum: cotangent of the sum of scores.
     entropy: cotangent of the entropy.
     excess: mean of score - top under p.
+    square: cotangent of the sum of p².
+    collision: the sum of p².
     best: rows of the best tokens.
     best_own: coefficients of their scores.
   """
@@ -351,26 +429,37 @@ class Cotangents(NamedTuple):
   score_sum: Array | None
   entropy: Array | None = None
   excess: Array | None = None
+  square: Array | None = None
+  collision: Array | None = None
   best: Array | None = None
   best_own: Array | None = None
+
+
+def own_cotangent(own: Array, prob: Array, log_prob: Array) -> Array:
+  """Cotangent of a token's own score, from the coefficients of its score and of probabilities.
+
+  It is p - 1 times a number for a likelihood. Of a nearly certain token that has the digits of
+  log p alone: the rounding of a score, or of log Z, would be added to 1 - p and exceed it.
+  """
+  return (own + prob) + prob * jnp.expm1(log_prob)
 
 
 def _pass_forward(plan, *primals):
   # With symbolic zeros each operand comes with a mark of whether it is differentiated.
   layer, row = jax.tree.map(lambda x: x.value, primals)
   stats, (z, excess), kept = _forward(plan, layer, row)
-  return stats, (layer, row, z, excess, stats.top_token, kept)
+  return stats, (layer, row, z, excess, stats, kept)
 
 
 def _pass_backward(plan, saved, cotangents):
-  layer, row_PN, z, excess_PN, top_token_PNk, kept = saved
+  layer, row_PN, z, excess_PN, stats, kept = saved
   # XLA removes unused gradients of operands from the loops by itself, but not the terms of
   # statistics that a loss only reports (p · 0 may be nan), such as a scatter at each tile for an
   # unused top-5. Only symbolic zeros tell which they are.
-  own, log_z, entropy, score_sum, best_own, _ = (
+  own, log_z, entropy, score_sum, best_own, square, *_ = (
     None if isinstance(x, SymbolicZero) else x for x in cotangents
   )
-  if all(x is None for x in (own, log_z, entropy, score_sum, best_own)):
+  if all(x is None for x in (own, log_z, entropy, score_sum, best_own, square)):
     return None, None
   # d log_prob = onehot - p, d log_z = p, and d top_log_prob = onehot - p for each of the k.
   of_prob = [log_z] if log_z is not None else []
@@ -380,15 +469,18 @@ def _pass_backward(plan, saved, cotangents):
   if best_own is not None:
     of_prob.append(-best_own.sum(-1))
     axis = vocab_parallel.inside(layer.options.vocab_axis)
-    best_row = top_token_PNk - vocab_parallel.first_row(axis, layer.weight.count)
+    best_row = stats.top_token - vocab_parallel.first_row(axis, layer.weight.count)
+  prob = functools.reduce(jnp.add, of_prob) if of_prob else None
   given = Cotangents(
     row=row_PN,
     z=z,
-    own=own,
-    prob=functools.reduce(jnp.add, of_prob) if of_prob else None,
+    own=None if own is None else own_cotangent(own, prob, stats.log_prob),
+    prob=prob,
     score_sum=score_sum,
     entropy=entropy,
     excess=None if entropy is None else excess_PN,
+    square=square,
+    collision=None if square is None else stats.collision,
     best=best_row,
     best_own=best_own,
   )
@@ -399,19 +491,21 @@ def _pass_backward(plan, saved, cotangents):
 
 
 def d_scores(scores, row_v11, given):
-  """Cotangent of each score of the tile: onehot · own + p · prob + ..."""
+  """Cotangent of each score of the tile: p · prob, or own in the token's row, + ..."""
   (score_vPn,) = scores
   above_vPn = score_vPn - given.z.top
   prob_vPn = jnp.exp(above_vPn - given.z.log_sum)
   terms = []
-  if given.own is not None:
-    terms.append(jnp.where(row_v11 == given.row, given.own, 0.0))
   if given.prob is not None:
     terms.append(prob_vPn * given.prob)
+  if given.own is not None:
+    terms[0] = jnp.where(row_v11 == given.row, given.own, terms[0])
   if given.entropy is not None:
     # dH/ds = -p (s - E[s]); an absent row would be 0 · -inf, here or in the second derivative.
     finite_vPn = jnp.where(jnp.isneginf(score_vPn), 0.0, above_vPn)
     terms.append(prob_vPn * (given.excess - finite_vPn) * given.entropy)
+  if given.square is not None:
+    terms.append(2 * prob_vPn * (prob_vPn - given.collision) * given.square)
   if given.score_sum is not None:
     terms.append(jnp.where(jnp.isneginf(score_vPn), 0.0, given.score_sum))
   d_vPn = functools.reduce(jnp.add, terms)

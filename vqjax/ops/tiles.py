@@ -48,7 +48,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from vqjax.ops import device, symbolic, vocab_parallel
+from vqjax.ops import device, precision, symbolic, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded, TokenShards, varying
@@ -247,7 +247,8 @@ def on_each_device(
       tokens = split(tokens) - vocab_parallel.first_row(inside, count)
     tile = cut_tile(options.tile, here[0].hidden.shape[1], count, masked=order is not None)
     further = () if per_token is None else (split(per_token),)
-    results = body(Cut(tile, shards), tuple(here), tokens, *further)
+    with precision.using(options.precision):
+      results = body(Cut(tile, shards), tuple(here), tokens, *further)
 
     def joined(x):
       x = x if order is None else order.restored(x)
@@ -391,6 +392,11 @@ def raw_scores(a: Array, b: Array, contract: Any) -> Array:
   """Product of vectors and rows: as `product`, but bfloat16 where the device rounds scores."""
   dtype = _score_dtype(a.dtype)
   return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=dtype)
+
+
+def rounded_scores(raw: Array, operands: Dtype) -> Array:
+  """float32 scores, rounded as those of `raw_scores` from operands of a dtype."""
+  return raw.astype(_score_dtype(jnp.dtype(operands))).astype(jnp.float32)
 
 
 def _score_dtype(operands):

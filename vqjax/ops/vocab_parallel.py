@@ -13,6 +13,7 @@ import contextvars
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -124,6 +125,12 @@ def over_vocabulary(
   each = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, Sharded | Replicated))
   arrays = each(lambda part: part.rows, rows)
   kinds = axis_types()
+  if axis is not None and not kinds and jax.device_count() > 1:
+    warnings.warn(
+      f"`vocab_axis` {axis!r} has no mesh in context: each device holds the whole vocabulary. Enter"
+      " a mesh that has the axis, `with jax.set_mesh(mesh):`, or give vocab_axis=None.",
+      stacklevel=2,
+    )
   if axis is None or not kinds or inside(axis):
     return body(arrays, *shared)
   if axis not in kinds:

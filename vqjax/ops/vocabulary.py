@@ -193,7 +193,7 @@ class TokenWeight(NamedTuple):
     return vectors if self.kept is None else jnp.where(self.kept[..., None], vectors, 0)
 
   def of_each(self, numbers: Any) -> Any:
-    """A tree of [*B, ...] arrays, weighted; of tokens that are left out 0, or -1 for integers."""
+    """A tree of [*B, ...] arrays, weighted; of tokens that are left out 0 (integers: -1)."""
 
     def weighted(x):
       wide = lambda w: w.reshape(*w.shape, *[1] * (x.ndim - w.ndim))
@@ -201,7 +201,7 @@ class TokenWeight(NamedTuple):
         return x if self.kept is None else jnp.where(wide(self.kept), x, -1)
       x = x if self.weight is None else x * wide(self.weight)
       # `where`, because a token outside of the vocabulary is nan, and nan · 0 too.
-      return x if self.kept is None else jnp.where(wide(self.kept), x, 0)
+      return x if self.kept is None else jnp.where(wide(self.kept), x, jnp.zeros_like(x))
 
     return jax.tree.map(weighted, numbers)
 

@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
-from vqjax.tables import container
+from vqjax.tables import container, entropy_coder
 from vqjax.tables.moments import SHRINKAGE, Moments
 from vqjax.tables.tensor_files import release
 
@@ -64,8 +64,8 @@ smaller, and errors that all point towards the mean row change the scores more t
 values down to 0 this one had the least loss on validation text of Penn Treebank.
 """
 
-OF_ROW_GROUP, PASSES = 2**9, 2
-"""Rows of a row group from which bits are learned, and how often."""
+OF_ROW_GROUP, SAMPLE = 2**9, 2**14
+"""Rows of a row group, and of all together, from which bits are learned and counted."""
 
 LANES = 2**10
 """Streams that are searched side by side."""
@@ -225,6 +225,22 @@ def row_group_steps(
   return row_group.astype(np.uint8), (step * 2.0 ** (present / 2 - 1)).astype(np.float32)
 
 
+class _Sample(NamedTuple):
+  """Some rows of a table, in order.
+
+  Attributes:
+    x: their coordinates in steps, where the step is 1.
+    owner: their row groups.
+    first: fewer of them, about equally many of each row group.
+    weight: rows for which one of a row group stands.
+  """
+
+  x: Float[np.ndarray, "n D"]
+  owner: UInt8[np.ndarray, "n"]
+  first: Int[np.ndarray, "m"]
+  weight: Float[np.ndarray, "C"]
+
+
 class Coordinates:
   """A table in the basis in which errors cost alike: what is the same for every step.
 
@@ -252,6 +268,7 @@ class Coordinates:
     self._mean, sigma = covariance(table)
     self._basis = transform(moments, sigma, lam)
     self._p = probabilities(moments.counts, smoothing)
+    self._known: dict[float, tuple[container.Distributions, float]] = {}
 
   def _scaled(
     self, rows: Int[np.ndarray, "n"], step: Float[np.ndarray, "n"]
@@ -279,17 +296,8 @@ class Coordinates:
     """Largest magnitude of a coordinate in steps, where the step is 1."""
     row_group, steps = row_group_steps(self._p, self._basis.scale)
     step = steps[row_group]
-    blocks = _ranges(self.shape[0])
-    return max(float(np.abs(self._scaled(rows, step[rows])).max()) for rows in blocks)
-
-  def rounded(self, step: float, every: int = 1) -> CodedTable:
-    """The nearest multiples of a step, not those of the dependent quantiser; see `coded`."""
-    row_group, steps = row_group_steps(self._p, 2 * step * self._basis.scale)
-    return self._made(np.arange(0, self.shape[0], every), row_group, steps, self._rint)
-
-  @staticmethod
-  def _rint(x, _):
-    return np.rint(x).astype(np.int32)
+    largest_of = lambda rows: float(np.abs(self._scaled(rows, step[rows])).max())
+    return max(entropy_coder.side_by_side(largest_of, _ranges(self.shape[0])))
 
   def coded(self, step: float) -> CodedTable:
     """The integers of a step.
@@ -300,6 +308,30 @@ class Coordinates:
     Raises:
       ValueError: the step is not positive, or so small that levels overflow.
     """
+    self._check(step)
+    row_group, steps = row_group_steps(self._p, step * self._basis.scale)
+    search = functools.partial(dependent_levels, model=self._rates(step)[0])
+    levels = Levels(self.shape)
+
+    def of_block(rows):
+      return rows, search(self._scaled(rows, steps[row_group[rows]]), row_group[rows])
+
+    for rows, found in entropy_coder.side_by_side(of_block, _ranges(self.shape[0])):
+      levels[rows[0] : rows[-1] + 1] = found
+    return CodedTable(levels, row_group, steps, self._basis.inverse, self._mean)
+
+  def size(self, step: float) -> int:
+    """Bytes of the file of `coded(step)`, about, from some rows of each row group.
+
+    Raises:
+      ValueError: as `coded` does.
+    """
+    self._check(step)
+    row_group, steps = row_group_steps(self._p, step * self._basis.scale)
+    coded = CodedTable(None, row_group, steps, self._basis.inverse, self._mean)
+    return entropy_coder.coded_bytes(coded, *self._rates(step))
+
+  def _check(self, step):
     if not 0 < step < np.inf:
       raise ValueError(f"`step` must be positive and finite; got {step}. Begin with 1.")
     if self.largest > step * MOST_LEVELS:
@@ -307,35 +339,42 @@ class Coordinates:
         f"`step` must give levels of at most 2^30; got {step}. Give at least"
         f" {1.01 * self.largest / MOST_LEVELS:.3g}, or keep the table."
       )
-    row_group, steps = row_group_steps(self._p, step * self._basis.scale)
-    model = self._rates(row_group, steps)
-    search = functools.partial(dependent_levels, model=model)
-    return self._made(np.arange(self.shape[0]), row_group, steps, search)
 
-  def _made(self, chosen, row_group, steps, levels_of) -> CodedTable:
-    """Some rows as the integers that `levels_of` takes for coordinates in steps."""
-    levels = Levels((len(chosen), self.shape[1]))
-    for own in _ranges(len(chosen)):
-      rows = chosen[own]
-      x = self._scaled(rows, steps[row_group[rows]])
-      levels[own[0] : own[-1] + 1] = levels_of(x, row_group[rows])
-    return CodedTable(levels, row_group[chosen], steps, self._basis.inverse, self._mean)
+  @functools.cached_property
+  def _sample(self) -> _Sample:
+    """Some rows of each row group: all of a small table."""
+    row_group, steps = row_group_steps(self._p, self._basis.scale)
+    count = np.bincount(row_group)
+    most = max(1, self.shape[0] // SAMPLE)
+    parts = np.split(np.argsort(row_group, kind="stable"), np.cumsum(count)[:-1])
+    # Of large row groups at least `OF_ROW_GROUP` rows, and these are the first of each.
+    parts = [own[:: max(1, min(len(own) // OF_ROW_GROUP, most))] for own in parts]
+    rows = np.sort(np.concatenate(parts))
+    first = np.concatenate([own[:: -(-len(own) // OF_ROW_GROUP)] for own in parts])
+    weight = count / [len(own) for own in parts]
+    x = self._scaled(rows, steps[row_group[rows]])
+    return _Sample(x, row_group[rows], np.searchsorted(rows, np.sort(first)), weight)
 
-  def _rates(self, row_group, steps) -> container.Distributions:
-    """Distributions of the indices that a few rows of each row group choose."""
-    row_groups, order = len(steps), np.argsort(row_group, kind="stable")
-    ends = np.searchsorted(row_group[order], np.arange(row_groups + 1))
-    of_class = (order[first:last] for first, last in itertools.pairwise(ends))
-    rows = np.sort(np.concatenate([own[:: -(-len(own) // OF_ROW_GROUP)] for own in of_class]))
-    x, owner = self._scaled(rows, steps[row_group[rows]]), row_group[rows]
-    # At first all bits cost alike.
-    frequency = np.ones((1, container.SYMBOLS), np.uint16)
-    zeros = np.zeros((2, row_groups, self.shape[1]), np.uint8)
-    model = container.Distributions(frequency, zeros, zeros[0])
-    for _ in range(PASSES):
-      levels = dependent_levels(x, owner, model)
-      model, _ = container.distributions_of(levels, owner, row_groups)
-    return model
+  def _rates(self, step) -> tuple[container.Distributions, float]:
+    """Distributions of the indices that the sample chooses, and the bits of all rows."""
+    if step not in self._known:
+      some, row_groups = self._sample, len(self._sample.weight)
+      # At first all bits cost alike.
+      frequency = np.ones((1, container.SYMBOLS), np.uint16)
+      zeros = np.zeros((2, row_groups, self.shape[1]), np.uint8)
+      model = container.Distributions(frequency, zeros, zeros[0])
+      for rows in (some.first, slice(None)):
+        x, owner = some.x[rows] / np.float32(step), some.owner[rows]
+        levels = np.empty(x.shape, np.int32)
+
+        def of_block(own, x=x, owner=owner, model=model, levels=levels):
+          levels[own] = dependent_levels(x[own], owner[own], model)
+
+        for _ in entropy_coder.side_by_side(of_block, _ranges(len(x))):
+          pass
+        model, bits = entropy_coder.distributions_of(levels, owner, row_groups)
+      self._known[step] = model, float(bits @ some.weight)
+    return self._known[step]
 
 
 def dependent_levels(
@@ -352,12 +391,12 @@ def dependent_levels(
   lanes, restart = container.lanes_of(columns), container.RESTART
   # A symbol that no sampled row had may still be the best.
   bits = container.PRECISION - np.log2(np.maximum(model.frequencies, 2.0**-4))
-  bits[:, container.ESCAPE] += 32
+  bits[:, list(container.ESCAPES)] += 32
   # Of one size, so that one program is compiled. What is behind the last row and column is 0,
   # whatever it costs.
-  cost = np.full((container.MOST_DISTRIBUTIONS + 1, container.SYMBOLS), 1e9, np.float32)
+  cost = np.full((entropy_coder.MOST_DISTRIBUTIONS + 1, container.SYMBOLS), 1e9, np.float32)
   cost[: len(bits)] = BIT * (bits - bits.min(axis=1, keepdims=True))
-  cost[-1, container.LARGEST + 1] = 0
+  cost[-1, container.LARGEST] = 0
   last = (0, MOST_ROW_GROUPS + 1 - len(model.shift)), (0, -columns % lanes)
   which = np.pad(model.distribution, ((0, 0), *last), constant_values=len(cost) - 1)
   shift = np.pad(model.shift, last)
@@ -414,9 +453,7 @@ def _viterbi(
       # The nearest, and the next one towards 0, whose bits are fewer.
       for index_GBL in (near_GBL, jnp.where(near_GBL >= 2, near_GBL - 2, near_GBL)):
         level_GBL = 2 * index_GBL - jnp.where(index_GBL > 0, quantizer, 0)
-        symbol_GBL = (sign_GBL * index_GBL) >> shift_GBL
-        is_far = jnp.abs(symbol_GBL) > container.LARGEST
-        symbol_GBL = jnp.where(is_far, container.ESCAPE, symbol_GBL + container.LARGEST + 1)
+        symbol_GBL = entropy_coder.symbols(sign_GBL * index_GBL, shift_GBL)
         bits_GBL = flat[own_GBL + symbol_GBL]
         options.append((bits_GBL + (size_GBL - level_GBL) ** 2, level_GBL))
       (cost_GBL, level_GBL), (other_GBL, lower_GBL) = options
@@ -483,7 +520,7 @@ def ideal_bits(coded: CodedTable) -> Float[np.ndarray, "C D"]:
 
   It has a distribution for each row group, quantiser and column.
   """
-  index, quantizer = container.indices(np.asarray(coded.levels))
+  index, quantizer = entropy_coder.indices(np.asarray(coded.levels))
   bits = np.zeros((len(coded.steps), coded.shape[1]))
   for c in range(len(coded.steps)):
     own = coded.row_group == c

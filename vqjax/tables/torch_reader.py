@@ -1,40 +1,43 @@
-"""Compact embeddings in PyTorch: lookups and output scores, without JAX.
+"""Small tables in PyTorch: lookups and output scores, without JAX.
 
-This file imports only PyTorch and safetensors, so it may be copied to a machine without JAX:
+This file imports only PyTorch and safetensors, so it may be copied to a machine without JAX; tables
+of integers need `vqjax/tables/container.py` next to it, and NumPy.
 
-  from vqjax.tables.torch_reader import TorchCompactEmbedding
+  from vqjax.tables.torch_reader import TorchTable
 
-  small = TorchCompactEmbedding("small.safetensors")
+  small = TorchTable("small.safetensors")
   vectors = small(tokens)           # [*B, D]
   scores = small.scores(hidden)     # [*B, V], with the trained bias
 """
 
 import json
 import os
+import statistics
 import zlib
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-__all__ = []
+__all__ = ["TorchTable"]
 
-FORMAT = "vqjax-compact-embedding"
-VERSION = "2"
+FORMAT = "vqjax-table"
+VERSION = "1"
+CODECS = ("integers", "packed", "int8", "codes")
 DTYPES = ("float32", "bfloat16", "float16")
 CHUNK = 2**22
 TILE = 4096
 """Rows that are unpacked at a time, so that a table [V, D] never exists."""
 
 
-class TorchCompactEmbedding(torch.nn.Module):
-  """The vectors of a compact file, and the scores of a head with these vectors.
+class TorchTable(torch.nn.Module):
+  """The vectors of a small table, and the scores of a head with these vectors.
 
-  It has the attributes of `vqjax.CompactEmbedding`, whose arrays are buffers: `to` moves them, and
-  no optimiser trains them. The codes stay packed.
+  Its arrays are buffers: `to` moves them, and no optimiser trains them. Codes, levels and packed
+  bits stay as they are; integers are decoded to float32 once.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
-    """Read a file that `vqjax.CompactEmbedding.save` wrote.
+    """Read a file that `vqjax.SmallTable.save` or `vqjax.CompactEmbedding.save` wrote.
 
     Raises:
       ValueError: the file has another format or version, or contradicts itself.
@@ -46,28 +49,38 @@ class TorchCompactEmbedding(torch.nn.Module):
     except SafetensorError as error:
       raise ValueError(f"{path} is not a safetensors file ({error}). Copy it again.") from error
     with opened as file:
-      meta, names = file.metadata() or {}, set(file.keys())
+      meta = file.metadata() or {}
       for name, wanted in (("format", FORMAT), ("version", VERSION)):
         if meta.get(name) != wanted:
           raise ValueError(
             f"`{name}` of {path} must be {wanted!r}; got {meta.get(name)!r}. Write the file with"
-            " CompactEmbedding.save."
+            " vqjax.compress(...).save."
           )
       if meta.get("checksum") != _checksum(path):
         raise ValueError(
           f"{path} is damaged: it does not have the checksum that it was saved with. Copy it again,"
           " or save it again."
         )
-      if meta.get("dtype") not in DTYPES:
+      if meta.get("codec") not in CODECS:
         raise ValueError(
-          f"`dtype` of {path} must be one of {', '.join(DTYPES)}; got {meta.get('dtype')!r}. Save"
-          " it again."
+          f"`codec` of {path} must be one of {', '.join(CODECS)}; got {meta.get('codec')!r}. Read"
+          " it with the vqjax that wrote it."
         )
-      read = lambda name: file.get_tensor(name) if name in names else None
-      self.register_buffer("data", read("codes"))
-      self.register_buffer("values", read("values"))
-      self.register_buffer("bias", read("bias"))
-    self.vocab, self.dim, self.codes, self.subspaces = (int(meta[k]) for k in ("V", "d", "K", "M"))
+      tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is not a dictionary
+    self.codec, self.dtype = meta["codec"], torch.float32
+    self.vocab, self.dim = int(meta["V"]), int(meta["d"])
+    self.register_buffer("bias", tensors.pop("bias", None))
+    getattr(self, f"_read_{self.codec}")(path, meta, tensors)
+
+  def _read_codes(self, path, meta, tensors):
+    if meta.get("dtype") not in DTYPES:
+      raise ValueError(
+        f"`dtype` of {path} must be one of {', '.join(DTYPES)}; got {meta.get('dtype')!r}. Save"
+        " it again."
+      )
+    self.register_buffer("data", tensors.get("codes"))
+    self.register_buffer("values", tensors.get("values"))
+    self.codes, self.subspaces = int(meta["K"]), int(meta["M"])
     self.additive = meta["additive"] == "true"
     self.dtype = getattr(torch, meta["dtype"])
     self.bits = (self.codes - 1).bit_length()
@@ -78,9 +91,45 @@ class TorchCompactEmbedding(torch.nn.Module):
         " others. Save it again."
       )
 
+  def _read_int8(self, path, meta, tensors):
+    for name in ("levels", "scale"):
+      if name not in tensors or len(tensors[name]) != self.vocab:
+        raise ValueError(f"`path` must have {self.vocab} {name}; got {path}. Save it again.")
+      self.register_buffer(name, tensors[name])
+
+  def _read_integers(self, path, meta, tensors):
+    try:
+      from container import read_table  # the copy next to this one
+    except ImportError:
+      try:
+        from vqjax.tables.container import read_table
+      except ImportError as error:
+        raise ImportError(
+          f"{path} holds integers, which vqjax/tables/container.py reads: copy that file next to"
+          " this one."
+        ) from error
+    self.register_buffer("weight", torch.from_numpy(read_table(path).rows()))
+
+  def _read_packed(self, path, meta, tensors):
+    names = "stream", "rank", "size", "width", "scale", "center", "inverse", "is_trellis"
+    if absent := [name for name in names if name not in tensors]:
+      raise ValueError(f"`path` must have {', '.join(absent)}; got {path}. Save it again.")
+    width = tensors["width"].long()
+    # Wide numbers come first in a row.
+    order = torch.argsort(-width, dim=-1, stable=True)
+    end = torch.empty_like(width).scatter_(1, order, torch.gather(width, 1, order).cumsum(1))
+    self.is_trellis = bool(tensors["is_trellis"].all())
+    values = _trellis_values() if self.is_trellis else _level_values()
+    made = {"stream": tensors["stream"].int(), "rank": tensors["rank"].int(), "end": end.int()}
+    made |= {"size": tensors["size"].long(), "width": width.int(), "value": values}
+    made |= {name: tensors[name].float() for name in ("scale", "center", "inverse")}
+    for name, tensor in made.items():
+      self.register_buffer(name, tensor)
+
   def extra_repr(self) -> str:
     """The sizes, which `print` shows."""
-    return f"{self.vocab}, {self.dim}, codes={self.codes}, subspaces={self.subspaces}"
+    codes = f", codes={self.codes}, subspaces={self.subspaces}" if self.codec == "codes" else ""
+    return f"{self.vocab}, {self.dim}, codec={self.codec}{codes}"
 
   def codes_of(self, tokens: torch.Tensor) -> torch.Tensor:
     """The codes of tokens: int64 [*B, M].
@@ -88,12 +137,7 @@ class TorchCompactEmbedding(torch.nn.Module):
     Raises:
       IndexError: a token is outside [0, V).
     """
-    tokens = tokens.long()
-    if tokens.numel() and not (tokens.min() >= 0 and tokens.max() < self.vocab):
-      raise IndexError(
-        f"`tokens` must be in [0, {self.vocab}); got {tokens.min()} to {tokens.max()}. Use the"
-        " tokenizer of the table."
-      )
+    tokens = self._checked(tokens)
     # Number i has the bits [i·bits, (i + 1)·bits), the lowest first.
     number = tokens[..., None] * self.subspaces + torch.arange(self.subspaces, device=tokens.device)
     codes = torch.zeros_like(number)
@@ -102,19 +146,55 @@ class TorchCompactEmbedding(torch.nn.Module):
       codes |= (self.data[at // 8].long() >> (at % 8) & 1) << bit
     return codes
 
+  def _checked(self, tokens):
+    tokens = tokens.long()
+    if tokens.numel() and not (tokens.min() >= 0 and tokens.max() < self.vocab):
+      raise IndexError(
+        f"`tokens` must be in [0, {self.vocab}); got {tokens.min()} to {tokens.max()}. Use the"
+        " tokenizer of the table."
+      )
+    return tokens
+
   def forward(self, tokens: torch.Tensor) -> torch.Tensor:
     """The vectors of tokens: [*B, D].
 
     Raises:
       IndexError: a token is outside [0, V).
     """
-    return self._composed(tokens).to(self.dtype)
+    return self._composed(self._checked(tokens)).to(self.dtype)
 
   def _composed(self, tokens):
+    return getattr(self, f"_rows_{self.codec}")(tokens)
+
+  def _rows_codes(self, tokens):
     codes = self.codes_of(tokens)
     own = torch.arange(self.subspaces, device=codes.device) if len(self.values) > 1 else 0
     parts = self.values[own, codes]
     return parts.mean(dim=-2) if self.additive else parts.flatten(-2)
+
+  def _rows_int8(self, tokens):
+    group = self.dim // self.scale.shape[1]
+    return self.levels[tokens] * self.scale[tokens].repeat_interleave(group, dim=-1)
+
+  def _rows_integers(self, tokens):
+    return self.weight[tokens]
+
+  def _rows_packed(self, tokens):
+    rank, last = self.rank[tokens].long(), self.size.cumsum(0)
+    units = -(-self.width.sum(dim=1) // 16)
+    group = torch.searchsorted(last, rank, right=True)
+    begin = (self.size * units).cumsum(0) - self.size * units
+    unit = 1 + begin[group] + (rank - last[group] + self.size[group]) * units[group]
+    end, width = self.end[group].long(), self.width[group].long()
+    # The 12 bits up to a number's own last one.
+    at = unit[..., None] + (end - 12 >> 4)
+    of = lambda i: self.stream[(at + i).clamp(max=len(self.stream) - 1)].long()
+    window = (of(0) << 16 | of(1)) >> (20 - (end - 12 & 15))
+    bits = end.clamp(max=12) if self.is_trellis else width
+    state = window & (1 << bits) - 1
+    value = self.value[state if self.is_trellis else state + (1 << width)]
+    value = torch.where(width > 0, value, torch.zeros_like(value))
+    return (self.center[group] + self.scale[group] * value) @ self.inverse
 
   def scores(self, hidden: torch.Tensor) -> torch.Tensor:
     """The scores of all tokens: hidden · vectors + bias, float32 [*B, V].
@@ -130,7 +210,8 @@ class TorchCompactEmbedding(torch.nn.Module):
     rows = hidden.reshape(-1, self.dim).float()
     scores = rows.new_empty(len(rows), self.vocab)
     # To gather costs twice as much as to read in order.
-    by_codeword = not self.additive and 2 * len(rows) * self.subspaces <= self.dim
+    by_codeword = self.codec == "codes" and not self.additive
+    by_codeword = by_codeword and 2 * len(rows) * self.subspaces <= self.dim
     if by_codeword:
       parts = rows.unflatten(-1, (self.subspaces, self.dim // self.subspaces))
       # `to(dtype)` of a model converts the buffer too.
@@ -147,6 +228,24 @@ class TorchCompactEmbedding(torch.nn.Module):
     if self.bias is not None:
       scores += self.bias
     return scores.reshape(*hidden.shape[:-1], self.vocab)
+
+
+def _trellis_values():
+  """The value of each state of `vqjax.ops.trellis`."""
+  state = torch.arange(2**12)
+  for factor in (3_077, 1_009, 2_221):
+    state = (state * factor + 3_512) % 2**12
+    state ^= state >> 6
+  inverse = statistics.NormalDist().inv_cdf
+  return torch.tensor([inverse((rank + 0.5) / 2**12) for rank in range(2**12)])[state]
+
+
+def _level_values():
+  """The value of each level of each width, at 2^width + level."""
+  inverse, value = statistics.NormalDist().inv_cdf, [0.0]
+  for width in range(9):
+    value += [inverse((code + 0.5) / 2**width) for code in range(2**width)]
+  return torch.tensor(value)
 
 
 def _checksum(path: str) -> str:

@@ -19,7 +19,7 @@ from vqjax.lab.training import read_run_variables
 from vqjax.lab.training.run_folder import EncodedText, load_text
 from vqjax.lab.training.step import carried
 from vqjax.lm.models import LanguageModel
-from vqjax.tables import container
+from vqjax.tables import entropy_coder
 
 
 class TrainedTable(NamedTuple):
@@ -86,11 +86,11 @@ class InFile:
 
   Attributes:
     within: part of the bytes that may be left.
-    version: version of the file's format, by which results of another one are known.
+    version: version of the quantiser, by which results of another one are known.
   """
 
   within: float = 0.002
-  version: int = dataclasses.field(default=container.VERSION, init=False)
+  version: int = dataclasses.field(default=2, init=False)
 
   def __call__(self, table: TrainedTable) -> tuple[nn.Module, dict, int]:
     """The model with the rows that the file has; see `Method`."""
@@ -99,7 +99,7 @@ class InFile:
     step, best = 0.1, None
     for _ in range(12):
       quantized = tables.coded_table(weight, table.moments, step)
-      used = sum(part.nbytes for part in container.encode_table(quantized).values()) + 2 * vocab
+      used = sum(part.nbytes for part in entropy_coder.encode_table(quantized).values()) + 2 * vocab
       if used <= size and (best is None or used > best[1]):
         best = quantized, used
         if used >= (1 - self.within) * size:

@@ -21,7 +21,6 @@ from experiments.studies.comparison.rows import (
   rows,
 )
 from experiments.studies.study_page import DOCS, Results, Spread
-from experiments.studies.tuning import ROUNDS
 from vqjax.lab.report import units
 from vqjax.lab.report.plots import byte_axis, label_points
 from vqjax.lm.pages import SERIES, blank
@@ -139,13 +138,12 @@ def comparison_table(
       "test perplexity": _perplexity(runs).show(1),
       "% from the reference": difference and str(difference),
       "verdict": difference and difference.verdict,
-      "bytes": units.size(size),
     }
     if of_reference:
       parts = next(iter(of_reference.values()))
-      line["of the reference"] = units.ratio(size / head_bytes(rows(s)[0], parts, s))
+      line["bytes, of the reference"] = units.ratio(size / head_bytes(rows(s)[0], parts, s))
       inputs = parts["embedding"]["state_bytes"]
-      line["with the inputs"] = units.size(size + (0 if row.is_tied else inputs))
+      line["bytes, with the inputs"] = units.size(size + (0 if row.is_tied else inputs))
     if costs:
       own = costs.get(row.name, {})
       times = {"training": own.get("step"), "sample": own.get("sample")}
@@ -155,25 +153,20 @@ def comparison_table(
 
 
 def runs_table(results: Results, s: ComparisonSetting) -> pd.DataFrame:
-  """The runs behind the ranks, in their order, and where each head starts."""
+  """The rows' names, in the order of their ranks, with their second reference and their start."""
   at_start = results.get(f"{s.name}/starts", {"nats": {}})["nats"]
   shown = []
   for row, runs in _ranked(results, s):
-    own, of_source, of_random = f"{s.name}/{row.name}", None, None
-    if row.source is not None:
-      of_source = paired(results, own, f"{s.name}/{row.source.name}")
-    if AT_RANDOM not in (row.name, s.rows[0]):
-      of_random = from_reference(results, own, f"{s.name}/{AT_RANDOM}")
-    start = at_start.get(row.name)
+    own, start = f"{s.name}/{row.name}", at_start.get(row.name)
+    of_source = row.source and paired(results, own, f"{s.name}/{row.source.name}")
+    is_second = AT_RANDOM not in (row.name, s.rows[0])
+    of_random = from_reference(results, own, f"{s.name}/{AT_RANDOM}") if is_second else None
     shown.append(
       {
-        "head": row.label,
         "row": f"`{row.name}`",
-        "seeds": len(runs),
         "% from its source": of_source and str(of_source),
         "% from the full softmax at random": of_random and str(of_random),
         "nats at the start": None if start is None else f"{start:.2f}",
-        "steps": _steps(row, s),
         "on": ", ".join(sorted({_processor(run["device"]) for run in runs.values()})),
       }
     )
@@ -198,63 +191,38 @@ def _with_gaps(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
   return frame.astype(object).where(frame.notna(), None)
 
 
-def _steps(row: ComparisonRow, s: ComparisonSetting) -> str:
-  """The training steps of a row, and after a plus those of its teacher or its source."""
-  own = "" if row.source is not None else f"{s.train.steps * row.times:,}"
-  before = row.source or row.teacher
-  return " + ".join(filter(None, [own, before and _steps(before, s)]))
-
-
 def _processor(device: str) -> str:
   """ "GPU" or "CPU", of a result's device."""
   return "GPU" if "gpu" in device else "CPU"
 
 
-def hours(results: Results, s: ComparisonSetting) -> str:
-  """A sentence on the hours of the trainings and tunings."""
+def summary(results: Results, s: ComparisonSetting) -> str:
+  """Sentences on the hours of the runs, and on the rows without a result."""
   spent = collections.Counter()
   for name, kept in results.items():
     if name.startswith(f"{s.name}/"):
       seconds = kept.get("seconds") or kept["result"].get("train", {}).get("seconds") or 0.0
       spent[_processor(kept["result"]["device"])] += seconds / 3600
-  parts = [f"{of:.1f} hours of processes on {name}s" for name, of in sorted(spent.items())]
-  return f"Trainings and tunings took {' and '.join(parts)}." if parts else units.MISSING
-
-
-def not_run(results: Results, s: ComparisonSetting) -> str:
-  """A sentence on the rows without a result, with their names for `--only`."""
   missing = [
-    f"{row.label} (`{s.name}/{row.name}`)"
+    f"`{s.name}/{row.name}`"
     for row in rows(s)
     if not study_page.finished_results(results, f"{s.name}/{row.name}")
   ]
-  return f"Not run: {'; '.join(missing)}." if missing else "All rows of this table were run."
+  parts = [f"{of:.1f} hours of processes on {name}s" for name, of in sorted(spent.items())]
+  took = f"Trainings and tunings took {' and '.join(parts) or units.MISSING}."
+  return took + (f" Not run: {', '.join(missing)}." if missing else " Every row was run.")
 
 
 def tunings(results: Results, s: ComparisonSetting) -> pd.DataFrame:
-  """What each row's tuning chose, and its cost."""
-  shown = []
+  """The chosen values and the rows whose tuning chose them."""
+  chosen = collections.defaultdict(list)
   for row in rows(s):
     kept = results.get(f"{s.name}/{row.name}-tuning")
-    if kept is None:
-      continue
-    tokens = s.train.batch * s.context * sum(t["steps"] for t in kept["trials"])
-    fields = {
-      field.split(".")[-1].replace("_", " "): f"{v:g}" for field, v in kept["chosen"].items()
-    }
-    # The trials of a round: of the first in the order of the search space, then the best first.
-    losses = {f"nats at 1/{part}": [] for part in ROUNDS}
-    rounds = list(dict.fromkeys(trial["steps"] for trial in kept["trials"]))
-    for trial in kept["trials"]:
-      part = ROUNDS[rounds.index(trial["steps"])]
-      loss = trial["valid"]
-      losses[f"nats at 1/{part}"].append("not finite" if loss is None else f"{loss:.2f}")
-    shown.append(
-      {"head": row.label}
-      | fields
-      | {"runs": len(kept["trials"]), "tokens": units.count(tokens)}
-      | {title: ", ".join(nats) or None for title, nats in losses.items()}
-    )
+    if kept and kept["trials"]:
+      values = ", ".join(f"{value:g}" for value in kept["chosen"].values())
+      chosen[values].append(f"`{row.name}`")
+  shown = {"text": s.name, "learning rate": list(chosen)}
+  shown["chosen by"] = [", ".join(names) for names in chosen.values()]
   return pd.DataFrame(shown)
 
 
@@ -305,14 +273,14 @@ def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
 
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks and the figures of the page; return their paths."""
-  blocks, figures = {}, {}
+  blocks, figures, tuned = {}, {}, []
   for s in SCALES["cpu"]:
-    for title, frame in _tables(results, s, docs).items():
+    tables = _tables(results, s, docs)
+    tuned.append(tables["tunings"])
+    for title in ("heads", "runs") if s.name == "ptb" else ("heads",):
+      frame = tables[title]
       blocks[f"{s.name}-{title}"] = study_page.markdown(frame) if len(frame) else units.MISSING
-    blocks[f"{s.name}-hours"] = hours(results, s)
-    blocks[f"{s.name}-missing"] = not_run(results, s)
-    name, figure = f"comparison-{s.name}.png", compared_bytes_figure(results, s)
-    figures[name] = figure
-    drawn = f"![Bytes of the head against test perplexity, {s.name}](../images/{name})"
-    blocks[f"{s.name}-figure"] = drawn if figure else units.MISSING
+    blocks[f"{s.name}-summary"] = summary(results, s)
+    figures[f"comparison-{s.name}.png"] = compared_bytes_figure(results, s)
+  blocks["tunings"] = study_page.markdown(pd.concat(tuned), left=3)
   return study_page.publish_page(docs, "comparison", results, blocks, figures)

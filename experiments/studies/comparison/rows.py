@@ -327,13 +327,13 @@ def _compressed(source: ComparisonRow, packed: Callable[[], Head]) -> list[Compa
   return [
     ComparisonRow(
       f"{name}-file",
-      f"{label}, entropy coded in a file",
+      f"{label}, in a file",
       source.head,
       source=source,
       method=InFile(),
     ),
     ComparisonRow(
-      f"{name}-memory", f"{label}, packed in memory", packed, source=source, method=InMemory()
+      f"{name}-memory", f"{label}, in memory", packed, source=source, method=InMemory()
     ),
   ]
 

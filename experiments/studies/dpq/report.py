@@ -30,6 +30,9 @@ TABLES = {
   "Table 13": "BERT, a pair and a span task",
 }
 
+ON_PAGE = "Table 3", "Table 9", "Table 12"
+"""The tables of the page; the others have no measured row that is not in Table 3."""
+
 TITLES = {
   "ptb-small": "PTB, small",
   "ptb-short": "PTB, small, 3 epochs",
@@ -54,23 +57,9 @@ TITLES = {
 }
 """Setting -> its name in tables."""
 
-_MUCH = "a GPU"
-NEEDS = {
-  "ptb-small": "hours on a CPU",
-  "ptb-medium": _MUCH,
-  "ptb-large": _MUCH,
-  "wikitext-medium": _MUCH,
-  "iwslt-en-vi": "IWSLT15 and a GPU",
-  "iwslt-vi-en": "IWSLT15 and a GPU",
-  "yahoo": "Yahoo! Answers",
-  "yelp-polarity": "Yelp reviews",
-  "yelp-full": "Yelp reviews",
-}
-"""Setting of the paper -> what its rows need that a small machine does not have."""
-
 KINDS = {"sx": "DPQ-SX", "vq": "DPQ-VQ"}
 WORDS_OF = "ptb-small"
-"""The setting whose words, neighbours and codes the page shows."""
+"""The setting whose neighbours and codes the page shows."""
 
 
 def scores_by_seed(results: Results, name: str) -> dict[int, float]:
@@ -112,8 +101,11 @@ def dpq_table(results: Results, scale: str, name: str) -> pd.DataFrame:
   A setting with a dagger stands in for the paper's.
   """
   lines = []
-  for theirs, kind, printed in _printed(name):
-    ours, label = _own(scale, name, theirs, kind)
+  for row, printed in PRINTED[PRINTED.table == name].groupby("row", sort=False):
+    theirs, kind = row.split("/")
+    ours = STAND_INS[scale].get((name, theirs), theirs)
+    setting = SCALES[scale].get(ours)
+    label = {own.name: own.label for own in rows(setting)}.get(kind) if setting else None
     if label is None or not study_page.seeds(results, f"{ours}/{kind}"):
       continue
     published = dict(zip(printed.column, printed.value, strict=True))
@@ -129,82 +121,21 @@ def dpq_table(results: Results, scale: str, name: str) -> pd.DataFrame:
   return pd.DataFrame(lines)
 
 
-def _printed(name: str) -> list[tuple[str, str, pd.DataFrame]]:
-  """The rows of a table of the paper: setting, row, and its numbers."""
-  groups = PRINTED[PRINTED.table == name].groupby("row", sort=False)
-  return [(*row.split("/"), printed) for row, printed in groups]
-
-
-def _own(scale: str, name: str, theirs: str, kind: str) -> tuple[str, str | None]:
-  """The setting that stands for the paper's, and its label of a row, or None."""
-  ours = STAND_INS[scale].get((name, theirs), theirs)
-  setting = SCALES[scale].get(ours)
-  labels = {own.name: own.label for own in rows(setting)} if setting else {}
-  return ours, labels.get(kind)
-
-
-def not_run(results: Results, scale: str) -> pd.DataFrame:
-  """The paper's rows that a scale has and that have no result, with their names for `--only`."""
-  missing: _Missing = {}
-  for name in TABLES:
-    for theirs, kind, _ in _printed(name):
-      ours, label = _own(scale, name, theirs, kind)
-      if label is not None and not study_page.seeds(results, f"{ours}/{kind}"):
-        missing.setdefault(ours, {}).setdefault(name, []).append(kind)
-  return _listed(missing)
-
-
-def elsewhere(scale: str) -> pd.DataFrame:
-  """The paper's rows that a scale does not have, what they need, and their names for `--only`."""
-  missing: _Missing = {}
-  for name in TABLES:
-    for theirs, kind, _ in _printed(name):
-      if _own(scale, name, theirs, kind)[1] is None:
-        missing.setdefault(theirs, {}).setdefault(name, []).append(kind)
-  listed = _listed(missing)
-  listed.insert(2, "needs", [NEEDS[setting] for setting in missing])
-  return listed
-
-
-_Missing = dict[str, dict[str, list[str]]]
-"""Setting -> table of the paper -> rows."""
-
-
-def _listed(missing: _Missing) -> pd.DataFrame:
-  lines = []
-  for setting, tables in missing.items():
-    kinds = dict.fromkeys(kind for some in tables.values() for kind in some)
-    lines.append(
-      {
-        "setting": TITLES[setting],
-        "tables": ", ".join(name.removeprefix("Table ") for name in tables),
-        "`--only`": f"`{','.join(f'{setting}/{kind}' for kind in kinds)}`",
-        "rows": len(kinds),
-      }
-    )
-  return pd.DataFrame(lines)
-
-
 def _measured(results: Results, name: str) -> dict[str, str | None]:
   kept, result = study_page.seeds(results, name), study_page.finished_results(results, name)
   score, full = scores_by_seed(results, name), scores_by_seed(results, f"{name.split('/')[0]}/full")
-  failed = len(kept) - len(result)
   # Paired by seed, since the seed also orders the training data.
   difference = study_page.Spread.of(
     [score[seed] - full[seed] for seed in sorted(score.keys() & full)]
   )
-  embedding = next((one["embedding"] for one in result.values()), {})
-  compact = next((one["compact"] for one in kept.values() if "compact" in one), {})
-  lost, size = embedding.get("lost"), compact.get("file_bytes", embedding.get("shipped_bytes"))
+  lost = next((one["embedding"].get("lost") for one in result.values()), None)
   mean = study_page.Spread.of(list(score.values()))
+  failed = f"{len(kept) - len(result)} failed" if len(kept) > len(result) else None
   return {
-    "measured": mean.show(2) if mean else "failed",
-    "seeds": f"{len(score)}" + (f", {failed} failed" if failed else ""),
+    "measured": ", ".join(filter(None, (mean and mean.show(2), failed))),
     "- full": difference and difference.show(2, "+"),
     "lost": None if lost is None else f"{100 * lost:.1f} %",
     "ratio": _show(compression_ratio(results, name), "{:,.1f}"),
-    "formula": _show(compact.get("formula"), "{:,.1f}"),
-    "bytes": size and units.size(size),
   }
 
 
@@ -212,26 +143,13 @@ def _show(value: float | None, form: str) -> str | None:
   return None if pd.isna(value) else form.format(value)
 
 
-def stand_ins(scale: str) -> pd.DataFrame:
-  """The settings that stand in for the paper's."""
-  return pd.DataFrame(
-    [
-      {"table": name, "paper": TITLES[theirs], "here": TITLES[ours]}
-      for (name, theirs), ours in STAND_INS[scale].items()
-    ]
-  )
-
-
 def training_cost(cost: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
-  """Time and temporary memory of a training step over those of the full embedding."""
-  measured = pd.DataFrame(cost).map("{:.2f}".format)
+  """Time of a training step over that of the full embedding."""
   sizes = dict.fromkeys(name.split()[1] for name in cost)
-  columns = {
-    f"{kind} {title}": [measured[f"{kind} {size}"][key] for size in sizes]
-    for kind in ("SX", "VQ")
-    for key, title in (("time", "time"), ("temp", "memory"))
+  times = {
+    kind: [f"{cost[f'{kind} {size}']['time']:.2f}" for size in sizes] for kind in ("SX", "VQ")
   }
-  return pd.DataFrame({"K x M": list(sizes)} | columns)
+  return pd.DataFrame({"K x M": list(sizes)} | times)
 
 
 def inference_cost(cost: Mapping[str, Any]) -> pd.DataFrame:
@@ -241,8 +159,6 @@ def inference_cost(cost: Mapping[str, Any]) -> pd.DataFrame:
   cells = {
     "lookup of 16,384 tokens, time over a dense gather's": f"{cost['look_up']['time']:.2f}",
     "file, bytes": f"{export['file_bytes']:,}",
-    "codes and values in it, bytes": f"{export['formula_bytes']:,}",
-    "compression ratio by the paper's formula": f"{export['formula_ratio']:.2f}",
     "compression ratio of the file": f"{export['file_ratio']:.2f}",
     "export, s": f"{export['seconds']:.0f}",
     "export, peak memory beyond the trained table": None if peak is None else units.size(peak),
@@ -253,7 +169,7 @@ def inference_cost(cost: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def neighbours(results: Results) -> pd.DataFrame:
-  """Tables 5 to 7: the nearest words of some words and their cosines."""
+  """Tables 5 to 7: the nearest words of some words."""
   kept = {
     label: results.get(f"{WORDS_OF}/{kind}", {}).get("neighbours", {})
     for kind, label in (("full", "Full"), *KINDS.items())
@@ -261,26 +177,13 @@ def neighbours(results: Results) -> pd.DataFrame:
   return pd.DataFrame(
     [
       {"word": f"`{word}`", "embedding": label}
-      | {"nearest": ", ".join(f"`{other}` {cosine:.2f}" for other, cosine in nearest[word])}
+      | {"nearest": ", ".join(f"`{other}`" for other, _ in nearest[word][:4])}
       for word in kept["Full"]
       for label, nearest in kept.items()
       if word in nearest
     ],
     columns=["word", "embedding", "nearest"],
   )
-
-
-def word_codes(results: Results) -> pd.DataFrame:
-  """Table 8: the first codes of related words."""
-  codes = {
-    label: results.get(f"{WORDS_OF}/{kind}", {}).get("codes", {}).get("words", {})
-    for kind, label in KINDS.items()
-  }
-  shown = {
-    label: {f"`{word}`": " ".join(map(str, code)) for word, code in words.items()}
-    for label, words in codes.items()
-  }
-  return pd.DataFrame(shown).rename_axis("word").reset_index()
 
 
 def corrected_ratios() -> pd.DataFrame:
@@ -314,52 +217,28 @@ def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks and figures of the page; return their paths."""
   cost = study_page.bench(docs, "dpq")
-  frames = {name.lower().replace(" ", "-"): dpq_table(results, "cpu", name) for name in TABLES} | {
-    "stand-ins": stand_ins("cpu"),
-    "not-run": not_run(results, "cpu"),
-    "elsewhere": elsewhere("cpu"),
+  frames = {name.lower().replace(" ", "-"): dpq_table(results, "cpu", name) for name in ON_PAGE} | {
     "neighbours": neighbours(results),
-    "word-codes": word_codes(results),
     "corrected-ratios": corrected_ratios(),
     "training-cost": training_cost(cost["training"]) if cost else pd.DataFrame(),
     "inference-cost": inference_cost(cost) if cost else pd.DataFrame(),
   }
-  text_columns = {
-    "stand-ins": 3,
-    "not-run": 3,
-    "elsewhere": 4,
-    "neighbours": 3,
-    "word-codes": 3,
-    "corrected-ratios": 2,
-  }
-  generated = {
-    name: study_page.markdown(frame, text_columns.get(name, 1)) if len(frame) else "Not run."
+  left = {"neighbours": 3, "corrected-ratios": 2}
+  blocks = {
+    name: study_page.markdown(frame, left.get(name, 1)) if len(frame) else "Not run."
     for name, frame in frames.items()
   }
   grid, changes = SCALES["cpu"]["ag-news-grid"], SCALES["cpu"]["ag-news-changes"]
   with matplotlib.rc_context(STYLE):
     figures = {
-      "cost": cost_figure(cost["training"]) if cost else None,
-      "heat": heat_figure(results, grid),
-      "trade": trade_figure(results, grid),
-      "codes": usage_figure(results, WORDS_OF),
-      "changes": changes_figure(results, changes),
+      "dpq-cost.png": cost_figure(cost["training"]) if cost else None,
+      "dpq-heat.png": heat_figure(results, grid),
+      "dpq-trade.png": trade_figure(results, grid),
+      "dpq-codes.png": usage_figure(results, WORDS_OF),
+      "dpq-changes.png": changes_figure(results, changes),
     }
-  for name, figure in figures.items():
-    image = f"![{CAPTIONS[name]}](../images/dpq-{name}.png)"
-    generated[f"figure-{name}"] = "Not run." if figure is None else image
-  drawn = {f"dpq-{name}.png": figure for name, figure in figures.items()}
-  return study_page.publish_page(docs, "dpq", results, generated, drawn)
+  return study_page.publish_page(docs, "dpq", results, blocks, figures)
 
-
-CAPTIONS = {
-  "cost": "Time and memory of a training step over those of the full embedding",
-  "heat": "Accuracy and compression ratio over K and M, AG News",
-  "trade": "Accuracy against compression ratio, AG News",
-  "codes": "Words of the vocabulary on each code, Penn Treebank",
-  "changes": "Codes that changed since the checkpoint 50 steps before, AG News",
-}
-"""Figure -> its alternative text."""
 
 STYLE = {
   "font.size": 8,

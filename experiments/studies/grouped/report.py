@@ -36,7 +36,6 @@ SQRT = 224
 TITLES = {
   "language": "Table 1: language models on TinyStories",
   "grades": "Table 1: grades of their stories, ours / the paper's",
-  "differences": "Differences of the loss from the control's, nats",
   "groups": "Figure 3: validation loss by the number of groups",
   "pictures": "Section 3.2: classes of pictures",
   "top": "Exact top-50, one token at a time",
@@ -45,7 +44,6 @@ TITLES = {
   "loss": "Loss and gradient, N = 4096, D = 256, V = 50,257",
   "least": "Group sizes of the least memory, tokens a group",
   "drawing": "Drawing the pictures in the training step",
-  "bench-origins": "Origin of the bench's measurements",
 }
 
 
@@ -60,10 +58,9 @@ def read_cost(docs: pathlib.Path) -> BenchFigures | None:
   """The figures of the grouped benchmarks; None if there are none."""
   parts = {part: study_page.bench(docs, f"grouped-{part}") for part in PARTS}
   parts = {part: figures for part, figures in parts.items() if figures is not None}
-  if not parts:
-    return None
-  provenance = {part: figures.pop("provenance") for part, figures in parts.items()}
-  return parts | parts.get("sizes", {}) | {"provenance": provenance}
+  for figures in parts.values():
+    del figures["provenance"]
+  return parts | parts.get("sizes", {}) if parts else None
 
 
 def page_tables(results: Results, scale: str, cost: BenchFigures | None) -> dict[str, pd.DataFrame]:
@@ -71,14 +68,13 @@ def page_tables(results: Results, scale: str, cost: BenchFigures | None) -> dict
   frames = {
     "language": _language(results, scale),
     "grades": _grades(results, scale),
-    "differences": _differences(results, scale),
     "groups": _groups(results, scale),
     "pictures": _pictures(results),
     "top": _top(results),
   }
   if cost is not None:
     frames |= {"memory": _memory(cost), "speed": _speed(cost), "loss": _loss(cost)}
-    frames |= {"least": _least(cost), "drawing": _drawing(cost), "bench-origins": _origins(cost)}
+    frames |= {"least": _least(cost), "drawing": _drawing(cost)}
   return {name: frame for name, frame in frames.items() if len(frame)}
 
 
@@ -91,9 +87,9 @@ def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks and the figures of the page; return their paths."""
   cost = read_cost(docs)
-  blocks = {
-    name: study_page.markdown(frame) for name, frame in page_tables(results, "cpu", cost).items()
-  }
+  # The page has no grades as long as the only ones are the paper's.
+  frames = page_tables(results, "cpu", cost)
+  blocks = {name: study_page.markdown(f) for name, f in frames.items() if name != "grades"}
   blocks["not-run"] = not_run(results, "cpu")
   figures = {
     "grouped-losses.png": losses(results),
@@ -130,21 +126,20 @@ def _labels(scale: str) -> dict[str, str]:
 
 
 def _language(results: Results, scale: str) -> pd.DataFrame:
+  every = [(s.name, row) for s in SCALES[scale].values() if s.rows for row in rows(s)]
+  shown = [(s, row) for s, row in every if f"{s}/{row.name}" in results]
   labels = {job: label for job, label in _labels(scale).items() if job in results}
-  numbers = functools.partial(_numbers, results, labels)
-  nats = numbers("result", "test", "nats_per_token")
-  dense = [f"{job.split('/')[0]}/{TEACHER}" for job in labels]
-  over = nats - _numbers(results, dense, "result", "test", "nats_per_token")
-  # The count of a distilled model includes its teacher.
-  distilled = pd.Series([job.endswith("distilled") for job in labels], dtype=bool)
-  params = numbers("result", "model", "params").mask(distilled)
+  numbers = lambda key, jobs: _numbers(results, jobs, "result", "test", key)
+  nats = numbers("nats_per_token", labels)
+  dense = numbers("nats_per_token", (f"{s}/{TEACHER}" for s, _ in shown))
+  control = numbers("nats_per_token", (f"{s}/{row.control}" for s, row in shown))
+  is_dense = pd.Series([row.control == TEACHER for _, row in shown], dtype=bool)
   frame = pd.DataFrame({
     "model": list(labels.values()),
-    "perplexity": _text(numbers("result", "test", "perplexity"), "{:.2f}"),
+    "perplexity": _text(numbers("perplexity", labels), "{:.2f}"),
     "nats": _text(nats, "{:.3f}"),
-    "- GPT-2": _text(over, "{:+.3f}"),
-    "parameters": _text(params, units.count),
-    "of the head": _text(numbers("result", "head", "params"), units.count),
+    "- GPT-2": _text(nats - dense, "{:+.3f}"),
+    "- its control": _text((nats - control).mask(is_dense), "{:+.3f}"),
   })  # fmt: skip
   _mark_failed(frame, results, labels)
   return frame
@@ -178,20 +173,6 @@ def _grades(results: Results, scale: str) -> pd.DataFrame:
     for name in judged
   ]
   return frame
-
-
-def _differences(results: Results, scale: str) -> pd.DataFrame:
-  every = [(s, row, other) for s in SCALES[scale].values() for row in rows(s) for other in rows(s)]
-  pairs = [(s, row, other) for s, row, other in every if row.control == other.name]
-  numbers = lambda names: _numbers(results, names, "result", "test", "nats_per_token")
-  own = numbers(f"{s.name}/{row.name}" for s, row, _ in pairs)
-  control = numbers(f"{s.name}/{other.name}" for s, _, other in pairs)
-  frame = pd.DataFrame({
-    "model": [f"{s.name}: {row.label}" for s, row, _ in pairs],
-    "control": [other.label for _, _, other in pairs],
-    "difference": _text(own - control, "{:+.3f}"),
-  })  # fmt: skip
-  return frame.dropna(subset="difference")
 
 
 def _group_losses(results: Results, scale: str) -> pd.Series:
@@ -240,14 +221,20 @@ def _top(results: Results) -> pd.DataFrame:
   ])  # fmt: skip
 
 
-STEPS = {
-  f"{dim}/{name}": f"{dim} ({size}): {label}"
-  for dim, size in WIDTHS.items()
-  for name, label in MODELS.items()
-}
-"""Training step of Tables 2 and 3 -> its label."""
+STEPS = [f"{dim}/{name}" for dim in WIDTHS for name in MODELS]
+"""Training steps of Tables 2 and 3."""
 
-DENSE_STEPS = [f"{step.split('/')[0]}/gpt-2" for step in STEPS]
+
+def _by_width(quantities: Mapping[str, pd.Series]) -> pd.DataFrame:
+  """A line for each width and quantity of `STEPS` that has a number, a column for each model."""
+  lines = []
+  for dim, size in WIDTHS.items():
+    for title, texts in quantities.items():
+      of_step = dict(zip(STEPS, texts, strict=True))
+      cells = {label: of_step[f"{dim}/{name}"] for name, label in MODELS.items()}
+      if not pd.isna(list(cells.values())).all():
+        lines.append({"width": f"{dim} ({size}): {title}"} | cells)
+  return pd.DataFrame(lines)
 
 
 def _steps(cost: BenchFigures) -> dict[str, Mapping[str, Any]]:
@@ -257,38 +244,24 @@ def _steps(cost: BenchFigures) -> dict[str, Mapping[str, Any]]:
 
 def _memory(cost: BenchFigures) -> pd.DataFrame:
   steps = _steps(cost)
-  plain = lambda names: _numbers(steps, names, "without_remat", "peak_bytes") / 1e9
-  remat = lambda names: _numbers(steps, names, "peak_bytes") / 1e9
-  frame = pd.DataFrame({
-    "model": list(STEPS.values()),
-    "compiled": _text(plain(STEPS), "{:.2f}"),
-    "recomputing": _text(remat(STEPS), "{:.2f}"),
-    "of GPT-2": _text(remat(STEPS) / remat(DENSE_STEPS), "{:.2f}"),
-    "GPT-2 / it, compiled": _text(plain(DENSE_STEPS) / plain(STEPS), "{:.1f}"),
-    "GPT-2 / it, recomputing": _text(remat(DENSE_STEPS) / remat(STEPS), "{:.1f}"),
-    "paper, GB": _printed("2", STEPS, "GB"),
-  })  # fmt: skip
+  remat = _text(_numbers(steps, STEPS, "peak_bytes") / 1e9, "{:.2f}")
+  plain = _text(_numbers(steps, STEPS, "without_remat", "peak_bytes") / 1e9, "{:.2f}")
   # The step with recomputed blocks is compiled first; an error is of the first that failed.
   failed = pd.Series(["error" in steps.get(step, {}) for step in STEPS])
-  frame.loc[failed & frame["recomputing"].notna(), "compiled"] = "failed"
-  frame.loc[failed & frame["recomputing"].isna(), "recomputing"] = "failed"
-  return frame
+  plain[failed & remat.notna()] = "failed"
+  remat[failed & remat.isna()] = "failed"
+  return _by_width(
+    {"GB, recomputing": remat, "GB, as compiled": plain, "GB, paper": _printed("2", STEPS, "GB")}
+  )
 
 
 def _speed(cost: BenchFigures) -> pd.DataFrame:
-  numbers = functools.partial(_numbers, _steps(cost))
-  speed, weights = numbers(STEPS, "tokens_per_s"), numbers(STEPS, "macs", "weights") / 1e9
-  printed = _printed("3", STEPS, "tokens/s").astype(float)
-  of_dense = printed / _printed("3", DENSE_STEPS, "tokens/s").astype(float)
-  return pd.DataFrame({
-    "model": list(STEPS.values()),
-    "tokens/s": _text(speed, "{:,.0f}"),
-    "of GPT-2": _text(speed / numbers(DENSE_STEPS, "tokens_per_s"), "{:.2f}×"),
-    "paper": _text(printed, "{:,.0f}"),
-    "of its GPT-2": _text(of_dense, "{:.2f}×"),
-    "GMAC": _text(weights, "{:.2f}"),
-    "with attention": _text(weights + numbers(STEPS, "macs", "attention") / 1e9, "{:.2f}"),
-    "paper's GFLOPs": _printed("3", STEPS, "GFLOPs"),
+  numbers = functools.partial(_numbers, _steps(cost), STEPS)
+  return _by_width({
+    "tokens/s": _text(numbers("tokens_per_s"), "{:,.0f}"),
+    "tokens/s, paper": _text(_printed("3", STEPS, "tokens/s").astype(float), "{:,.0f}"),
+    "GMAC": _text(numbers("macs", "weights") / 1e9, "{:.2f}"),
+    "GFLOPs, paper": _printed("3", STEPS, "GFLOPs"),
   })  # fmt: skip
 
 
@@ -297,15 +270,11 @@ def _loss(cost: BenchFigures) -> pd.DataFrame:
   labels |= {"unshared": "one linear a group"}
   measured = cost.get("loss", {}).get("rows", {})
   numbers = functools.partial(_numbers, measured, measured)
-  seconds = numbers("seconds")
   return pd.DataFrame({
     "head": [labels.get(name, name) for name in measured],
-    "ms": _text(1e3 * seconds, "{:.1f}"),
-    "time / grouped's": _text(seconds / measured.get("grouped", {}).get("seconds", 1), "{:.2f}×"),
+    "ms": _text(1e3 * numbers("seconds"), "{:.1f}"),
     "faster than materialised": _text(numbers("faster_than_materialised"), "{:.1f}×"),
-    "faster than in tiles": _text(numbers("faster_than_tiled"), "{:.1f}×"),
     "temporaries": _text(numbers("temp_bytes"), units.size),
-    "materialised / it": _text(numbers("temp_smaller"), "{:.0f}×"),
   })  # fmt: skip
 
 
@@ -319,8 +288,7 @@ def _least(cost: BenchFigures) -> pd.DataFrame:
   for kind in filter(least.get, labels):
     first, last = least[kind]["near"]
     line = {"memory of": labels[kind], "least at": f"{least[kind]['size']:,}"}
-    line |= {"within 2 %": f"{first:,} to {last:,}", "sqrt(V)": least["sqrt"]}
-    lines.append(line | {"sqrt(V/4)": least.get("corrected")})
+    lines.append(line | {"within 2 %": f"{first:,} to {last:,}"})
   return pd.DataFrame(lines)
 
 
@@ -332,15 +300,6 @@ def _drawing(cost: BenchFigures) -> pd.DataFrame:
     | {"draw / step, %": f"{100 * images['draw_of_step']:.1f}"}
     for images in lines
   ])  # fmt: skip
-
-
-def _origins(cost: BenchFigures) -> pd.DataFrame:
-  lines = [
-    {"part": part, "device": of["device"], "commit": of["commit"], "day": of["date"][:10]}
-    for part, of in cost.get("provenance", {}).items()
-  ]
-  failed = {step: row["error"] for step, row in _steps(cost).items() if "error" in row}
-  return pd.DataFrame([*lines, *({"part": f"{step} failed: {of}"} for step, of in failed.items())])
 
 
 def _frame(axes: Axes, across: str, up: str) -> None:

@@ -21,9 +21,6 @@ from vqjax.lab.report import units
 from vqjax.lab.report.plots import byte_axis, label_points
 from vqjax.lm.pages import INK, SERIES, blank
 
-CLUSTERED = "wikitext/vq-1024"
-"""The run whose codes Table 8 shows."""
-
 MAIN = {"ptb": "Table 10", "wikitext": "Table 1", "web": "Table 9"}
 """Setting -> the table that has all of its methods."""
 
@@ -64,7 +61,6 @@ class Measurement:
     of_full: `head_bytes` relative to the full softmax.
     floor: least test perplexity of any decoder with these codes, tokens uniform in each code.
     floor_bias: least test perplexity of any decoder with these codes and a token bias.
-    largest: number of tokens on the largest code.
   """
 
   row: VQLogitsRow
@@ -76,14 +72,6 @@ class Measurement:
   of_full: float | None
   floor: float | None
   floor_bias: float | None
-  largest: int | None
-
-  @property
-  def code_perplexity(self) -> float | None:
-    """Perplexity of the codes, which times the floor is the test perplexity."""
-    if self.perplexity is None or self.floor is None or self.row.head.token_bias:
-      return None
-    return self.perplexity.mean / self.floor
 
 
 def measurement(results: Results, setting: VQLogitsSetting, row: VQLogitsRow) -> Measurement:
@@ -117,7 +105,6 @@ def measurement(results: Results, setting: VQLogitsSetting, row: VQLogitsRow) ->
     of_full=head_bytes / sizes[0] if head_bytes and sizes else None,
     floor=mean("uniform"),
     floor_bias=mean("bias"),
-    largest=max((each["largest_code"] for each in floors), default=None),
   )
 
 
@@ -138,23 +125,19 @@ def vq_logits_table(
   shown = lambda show, value: None if value is None else show(value)
   lines = []
   for m in measured:
-    printed = (paper or {}).get(m.row.name, {})
-    perplexity, params = printed.get("perplexity"), printed.get("params_M")
-    spread, failed = m.perplexity, f", {m.failed} failed" if m.failed else ""
+    perplexity = (paper or {}).get(m.row.name, {}).get("perplexity")
+    own = m.perplexity and m.perplexity.show(1)
+    failed = f"{m.failed} failed" if m.failed else None
     lines.append(
       {
         "run": m.row.label,
         "paper": perplexity,
         "paper, % over full": perplexity and _over(perplexity, full),
-        "measured": spread.show(1) if spread else ("failed" if failed else None),
-        "seeds": f"{spread.seeds if spread else 0}{failed}",
+        "measured": ", ".join(filter(None, (own, failed))) or None,
         "% over full": m.over_full and m.over_full.show(1, "+"),
-        "paper, of full": params and units.ratio(float(params) / float(full["params_M"])),
-        "head bytes": shown(units.size, m.head_bytes),
         "of full": shown(units.ratio, m.of_full),
         "floor": shown(units.fixed(1), m.floor),
         "floor, best bias": shown(units.fixed(1), m.floor_bias),
-        "largest code": shown(units.fixed(0), m.largest),
       }
     )
   return pd.DataFrame(lines)
@@ -176,7 +159,8 @@ def paper_table(results: Results, setting: VQLogitsSetting, name: str) -> pd.Dat
   methods = [row for row in by_name if not re.match(r"vq-\d+-", row)]
   names = methods if name == MAIN[setting.name] else printed
   measured = [measurement(results, setting, by_name[row]) for row in names]
-  return vq_logits_table(measured, printed, PAPER[MAIN[setting.name]]["full"])
+  table = vq_logits_table(measured, printed, PAPER[MAIN[setting.name]]["full"])
+  return table.drop(columns="floor, best bias")
 
 
 def conversions(results: Results, setting: VQLogitsSetting) -> list[Measurement]:
@@ -189,121 +173,51 @@ def conversions(results: Results, setting: VQLogitsSetting) -> list[Measurement]
   ]
 
 
-def codebooks(results: Results, settings: Mapping[str, VQLogitsSetting]) -> pd.DataFrame:
-  """The paper's codebooks in all settings, with the factors of their perplexities."""
-  lines = []
-  for name, setting in settings.items():
-    setup, printed = PAPER["Setup"][name], PAPER[MAIN[name]]
-    by_name = {row.name: row for row in paper_rows(setting)}
-    for theirs, codes in zip(setup["codes"].split(), setting.codes, strict=True):
-      m = measurement(results, setting, by_name[f"vq-{codes}"])
-      perplexity = printed[f"vq-{theirs}"]["perplexity"]
-      lines.append(
-        {
-          "text": name,
-          "K": f"{codes:,}",
-          "paper, % over full": _over(perplexity, printed["full"]),
-          "% over full": m.over_full and m.over_full.show(1, "+"),
-          "measured": m.perplexity and m.perplexity.show(1),
-          "floor": m.floor and f"{m.floor:.1f}",
-          "for the code": m.code_perplexity and f"{m.code_perplexity:.1f}",
-          "paper": perplexity,
-          "paper, V/K": f"{int(setup['vocab']) / int(theirs):.1f}",
-          "paper / floor": m.floor and f"{float(perplexity) / m.floor:.1f}",
-        }
-      )
-  return pd.DataFrame(lines)
-
-
 def setups(results: Results, settings: Mapping[str, VQLogitsSetting]) -> pd.DataFrame:
-  """Text, decoder and budget of each setting, and the paper's below it."""
-  lines = []
-  for name, here in settings.items():
-    setup = PAPER["Setup"][name]
-    paper = setup["text"], int(setup["vocab"]), SCALES["paper"][name]
-    for text, vocab, s in ((TEXTS[name], vocab_size(results, here), here), paper):
-      model, train = s.dense.model, s.dense.train
-      steps = f"{train.steps:,}"
-      lines.append(
-        {
-          "setting": name if s is here else f"{name}, paper",
-          "text": text,
-          "V": vocab and f"{vocab:,}",
-          "layers": str(model.layers),
-          "D": str(model.dim),
-          "attention heads": str(model.heads),
-          "window": f"{model.context:,}",
-          "tokens a step": f"{train.batch * model.context:,}",
-          "steps": f"{steps} + {s.fine_tune.steps:,}" if s is here else steps,
-          "learning rates": f"{train.learning_rate:g}, {s.fine_tune.learning_rate:g}"
-          if s is here
-          else f"{train.learning_rate:g}",
-          "seeds": str(s.seeds) if s is here else None,
-        }
-      )
-  return pd.DataFrame(lines)
+  """Text, vocabulary and steps of each setting, and the paper's text."""
+  return pd.DataFrame(
+    {
+      "setting": name,
+      "text": TEXTS[name],
+      "V": (vocab := vocab_size(results, s)) and f"{vocab:,}",
+      "steps": f"{s.dense.train.steps:,} + {s.fine_tune.steps:,}",
+      "paper's text": PAPER["Setup"][name]["text"],
+      "paper's V": f"{int(PAPER['Setup'][name]['vocab']):,}",
+    }
+    for name, s in settings.items()
+  )
 
 
-def shared_words(results: Results) -> pd.DataFrame:
-  """Table 8: the code of `CLUSTERED` that most words of each row are on."""
-  quoted = lambda words: ", ".join(f"`{word}`" for word in words)
-  lines = []
-  for code in results.get(CLUSTERED, {}).get("clusters", ()):
-    line = {"run": quoted(code["known"] or code["words"])}
-    if code["known"]:
-      line |= {
-        "code": str(code["code"]),
-        "of these on it": f"{len(code['held'])} of {len(code['known'])}",
-        "its most frequent other tokens": quoted(code["others"]),
-        "its tokens": str(code["size"]),
-      }
-    lines.append(line)
-  return pd.DataFrame(lines)
-
-
-def speed_block(speed: Mapping[str, Any] | None) -> str:
-  """Table 3 of the page: the paper's numbers and those of the benchmark `codebook`."""
-  full = float(PAPER["Table 3"]["full"]["ms"])
-  paper = pd.DataFrame(
+def paper_speed() -> pd.DataFrame:
+  """The paper's times of the logits."""
+  printed = PAPER["Table 3"]
+  return pd.DataFrame(
     {
       "paper": row,
       "weights, MB": cells["weights_MB"],
       "milliseconds": cells["ms"],
-      "times faster": f"{full / float(cells['ms']):.1f}×",
+      "times faster": f"{float(printed['full']['ms']) / float(cells['ms']):.1f}×",
     }
-    for row, cells in PAPER["Table 3"].items()
+    for row, cells in printed.items()
   )
-  parts = ["The paper, on an A100 with 16-bit weights:", study_page.markdown(paper)]
-  if speed is None:
-    return "\n\n".join([*parts, f"Measured: {units.MISSING}"])
-  shape, origin = speed["sizes"]["shape"], speed["provenance"]
-  parts += [
-    f"Measured on {origin['device']}, float32, {shape['tokens']:,} tokens in slices of"
-    f" {speed['slice']:,}, D = {shape['dim']:,}, V = {shape['vocab']:,}, commit {origin['commit']}."
-  ]
-  for title, key in {"Log-probabilities": "forward", "Loss and gradient": "training"}.items():
-    frame = pd.DataFrame(
-      {
-        "run": name,
-        "milliseconds": units.milliseconds(row["seconds"]),
-        "calls": str(row["calls"]),
-        "times faster": units.ratio(row["times_faster"]),
-        "temporaries": units.size(row["temp_bytes"]),
-        "weights, 16 bits": units.size(row["weight_bytes_16_bit"]),
-        "codes": units.size(row["table_bytes"]),
-      }
-      for name, row in speed[key].items()
-    )
-    parts += [f"{title}:", study_page.markdown(frame)]
-  cell = lambda row: f"{units.milliseconds(row['seconds'])} ({units.ratio(row['times_faster'])})"
-  for batch, by_head in speed["decoding"].items():
-    frame = pd.DataFrame(
-      {"run": name} | {step: cell(row) for step, row in steps.items()}
-      for name, steps in by_head.items()
-    )
-    title = f"One step of decoding, {batch}, milliseconds and times faster:"
-    parts += [title, study_page.markdown(frame)]
-  return "\n\n".join(parts)
+
+
+def speed_table(speed: Mapping[str, Any] | None) -> pd.DataFrame:
+  """Times and temporaries of the benchmark `codebook`; empty if it was not run."""
+  kinds = {"log-probabilities": "forward", "loss and gradient": "training"}
+  return pd.DataFrame(
+    {"run": name}
+    | {
+      title: cell
+      for kind, key in kinds.items()
+      for title, cell in (
+        (f"{kind}, ms", units.milliseconds(speed[key][name]["seconds"])),
+        (f"{kind}, times faster", units.ratio(speed[key][name]["times_faster"])),
+        (f"{kind}, temporaries", units.size(speed[key][name]["temp_bytes"])),
+      )
+    }
+    for name in (speed or {"forward": ()})["forward"]
+  )
 
 
 def kmeans_table(figures: Mapping[str, Any] | None) -> pd.DataFrame:
@@ -418,16 +332,23 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   speed = study_page.bench(docs, "codebook")
   converted = conversions(results, settings["ptb"])
   frames = {
-    "codebooks": codebooks(results, settings),
     "settings": setups(results, settings),
     **{_slug(table): paper_table(results, settings[name], table) for name, table in MAIN.items()},
-    **{_slug(name): paper_table(results, settings["wikitext"], name) for name in ABLATIONS},
-    "table-8": shared_words(results),
+    # No row of Section 6 was run.
+    **{_slug(name): paper_table(results, settings["wikitext"], name) for name in ABLATIONS[:-1]},
     "conversions": vq_logits_table(converted),
+    "paper-speed": paper_speed(),
+    "table-3": speed_table(speed),
     "kmeans": kmeans_table(study_page.bench(docs, "kmeans")),
   }
   blocks = {name: study_page.markdown(f) if len(f) else units.MISSING for name, f in frames.items()}
-  blocks["table-3"] = speed_block(speed)
+  if speed:
+    shape, origin = speed["sizes"]["shape"], speed["provenance"]
+    blocks["table-3"] += (
+      f"\n\n{origin['device']}, float32, {shape['tokens']:,} tokens in slices of"
+      f" {speed['slice']:,}, D = {shape['dim']:,}, V = {shape['vocab']:,}; commit"
+      f" {origin['commit']}."
+    )
   figures = {
     "vq-bytes.png": bytes_figure(converted),
     "vq-codes.png": codes_figure(results, settings),

@@ -64,6 +64,10 @@ def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, float] | N
   }
 
 
+CLUSTERED = "wikitext/vq-1024"
+"""The run whose words on one code are kept."""
+
+
 def clusters(experiment: Experiment, folder: pathlib.Path) -> list[dict[str, Any]]:
   """The code that holds most words of each row of Table 8."""
   variables, _ = read_run_variables(folder)
@@ -125,7 +129,7 @@ def _job(setting: VQLogitsSetting, row: VQLogitsRow, seed: int) -> StudyJob:
 
   def measure(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
     measured: dict[str, Any] = {"floors": floors(experiment, folder)}
-    if named(row.name) == report.CLUSTERED:
+    if named(row.name) == CLUSTERED:
       measured["clusters"] = clusters(experiment, folder)
     return measured
 

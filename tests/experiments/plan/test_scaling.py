@@ -12,7 +12,7 @@ from vqjax.sharding import MeshShape, make_mesh
 
 def test_the_grid_is_weakly_scaled():
   cells = list(scaling.grid(sizes=[16, 1024]))
-  assert len(set(cells)) == 2 * 2 * 3 * 3
+  assert len(set(cells)) == 2 * 3 * (2 + 1) * 3
   for cell in (cells[0], cells[-1]):
     made = cell.experiment()
     assert made.train.batch * made.model.context == 4096 * cell.chips
@@ -21,7 +21,7 @@ def test_the_grid_is_weakly_scaled():
 
 def test_a_large_decoder_has_the_size_in_its_name():
   for config, size in (("lm_1b", 1e9), ("lm_8b", 8e9)):
-    made = scaling.GridCell(config, "dense", 32_768, 16).experiment()
+    made = scaling.GridCell(config, "dense", 32_768, "v5p", 16).experiment()
     mesh = make_mesh(MeshShape(), jax.devices()[:1])
     state = Program(made, mesh).abstract_state
     body = sum(leaf.size for leaf in jax.tree.leaves(state.params["blocks"]))
@@ -29,7 +29,7 @@ def test_a_large_decoder_has_the_size_in_its_name():
 
 
 def test_failed_cells_are_shown_as_such_and_sizes_without_plans_have_no_column(tmp_path):
-  cells = list(scaling.grid(["lm_1b"], sizes=[16, 64]))
+  cells = list(scaling.grid(["lm_1b"], devices=["v5p"], sizes=[16, 64]))
   rows = dict.fromkeys(cells) | {cells[0]: {"failed": "no memory"}}
   names = ["plans", *(f"lm_1b-{n}" for n in ("memory", "state", "head", "sent", "fsdp", "time"))]
   page = tmp_path / "page.md"
@@ -38,15 +38,15 @@ def test_failed_cells_are_shown_as_such_and_sizes_without_plans_have_no_column(t
   lines = [
     [c.strip() for c in line.strip("|").split("|")] for line in page.read_text().splitlines()
   ]
-  assert ["0", "18"] in lines
+  assert ["v5p", "0", "18"] in lines
   assert ["32,768", "dense", "failed"] in lines
   assert ["32,768", "codebook", "–"] in lines
-  assert not any("64 chips" in line for line in lines)
+  assert not any("64 v5p" in line for line in lines)
 
 
 def test_rows_are_read_back_newest_first(tmp_path):
-  cell = scaling.GridCell("lm_1b", "dense", 32_768, 16)
-  key = {"config": "lm_1b", "head": "dense", "vocab": 32_768, "chips": 16}
+  cell = scaling.GridCell("lm_1b", "dense", 32_768, "v5p", 16)
+  key = {"config": "lm_1b", "head": "dense", "vocab": 32_768, "device": "v5p", "chips": 16}
   file = tmp_path / "rows.jsonl"
   file.write_text("".join(json.dumps(key | more) + "\n" for more in ({"failed": "x"}, {"plan": 1})))
   assert scaling.read_plan_rows(file) == {cell: key | {"plan": 1}}

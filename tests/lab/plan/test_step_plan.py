@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec as P
 from configs.base import language_model
 from vqjax import DenseHead
 from vqjax.commands import plan as command
-from vqjax.lab.plan import chips, compiling, step_plan
+from vqjax.lab import chips
+from vqjax.lab.plan import compiling, step_plan
 from vqjax.lab.plan.collectives import Collective
+from vqjax.lab.plan.roofline import roofline
 from vqjax.lab.training.program import Program
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -143,7 +145,7 @@ def test_the_roofline_is_the_longest_of_its_limits():
   chip = chips.Chip("toy", 100.0, 1, 10.0, 5.0, node=8, network=1.0)
   near = Collective("all-gather", 20, 2, ("model",), 1, 1)
   far = Collective("all-reduce", 2, 2, ("data",), 8, 3)
-  found = chips.roofline(chip, 300.0, 20.0, [near, far])
+  found = roofline(chip, 300.0, 20.0, [near, far])
   assert (found.compute, found.memory) == (3.0, 2.0)
   assert found.network == 10 / 5 + 6 / 1
   assert (found.seconds, found.limit) == (8.0, "network")

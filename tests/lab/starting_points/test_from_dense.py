@@ -15,6 +15,9 @@ from vqjax import (
   CodebookHead,
   DenseEmbedding,
   DenseHead,
+  GroupedHead,
+  Int8Embedding,
+  PackedHead,
   ProductHead,
   ResidualCodebookHead,
   assign,
@@ -30,6 +33,7 @@ from vqjax.lab.training import fit, read_run_variables
 from vqjax.lab.training.optimizer import partition
 from vqjax.lab.training.program import Program
 from vqjax.lab.training.run_folder import load_text
+from vqjax.ops.groups import group_starts
 from vqjax.ops.product import compose
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -291,6 +295,15 @@ REFUSED = {
     lambda dense: begun_with(dense, starting_points.Unigrams(), head=DenseHead(V, D)),
     "`head` must have a bias",
   ),
+  "a text for a head that it gives nothing": (
+    lambda dense: begun_with(
+      dense,
+      starting_points.FromText(),
+      head=PackedHead(V, D),
+      embedding=Int8Embedding(V, D, group=8),
+    ),
+    "`head` or `embedding` must have rows, codes or a bias",
+  ),
   "a folder without a run": (
     lambda dense: compressed((dense[0], dense[1].with_name("none")), codes=5),
     r"`folder` must have a config\.json",
@@ -351,3 +364,25 @@ def test_a_bias_from_unigrams_gives_the_frequencies_of_the_text_whatever_the_row
   after = begun_with(dense, both, head=head)[1]["params"]["head"]
   np.testing.assert_array_equal(after["bias"], bias)
   np.testing.assert_allclose(after["weight"], vectors_of(text), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_layers_begin_with_the_training_text_as_from_tokens_makes_them(dense):
+  def begun(**layers):
+    text, variables, fresh = begun_with(dense, starting_points.FromText(), **layers)
+    stats = assign.TextStats.of(text.splits["train"].tokens, text.experiment.model.head.vocab)
+    others = lambda of: {n: x for n, x in of["params"].items() if n not in ("head", "embedding")}
+    jax.tree.map(np.testing.assert_array_equal, others(variables), others(fresh))
+    return stats, variables
+
+  stats, variables = begun(head=CodebookHead(V, D, 6, token_bias=True))
+  np.testing.assert_array_equal(variables["codes"]["head"]["assignment"], stats.codes(6))
+  bias = variables["params"]["head"]["token_bias"]
+  np.testing.assert_array_equal(bias, stats.log_frequencies())
+  np.testing.assert_array_equal(variables["params"]["embedding"]["weight"], stats.contexts(D))
+  stats, variables = begun(head=GroupedHead(V, D, groups=5, order_init=convert.in_order))
+  sizes = np.diff(group_starts(stats.vocab, 5))
+  np.testing.assert_array_equal(variables["codes"]["head"]["order"], stats.order(sizes))
+  embedding = DenseEmbedding(V, D)
+  stats, variables = begun(embedding=embedding, head=DenseHead(V, D, embedding=embedding))
+  np.testing.assert_array_equal(variables["params"]["embedding"]["weight"], stats.contexts(D))

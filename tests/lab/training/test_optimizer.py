@@ -10,7 +10,7 @@ from tests.jitted import make_step
 from vqjax import CodebookHead, DenseEmbedding, GroupedHead
 from vqjax.lab.config import Experiment, Train, config_hash, override
 from vqjax.lab.data import Windows
-from vqjax.lab.training import SGD, init_state, learning_rate, optimizer
+from vqjax.lab.training import SGD, NewRows, init_state, learning_rate, optimizer
 from vqjax.lab.training.optimizer import combine, decayed, partition, trainable_mask
 from vqjax.lab.training.program import Program, keys
 from vqjax.lm.models import Transformer
@@ -174,3 +174,28 @@ def test_fields_outside_their_range_are_refused():
   for fields in ((-1, 1, 0.5), (0, 0, 0.5), (0, 1, 0.0), (0, 1, 1.5)):
     with pytest.raises(ValueError, match=r"SGD: .* got hold="):
       SGD(*fields)
+
+
+def test_only_the_rows_of_new_tokens_change():
+  draw = np.random.default_rng(0)
+  params = {
+    "embedding": {"weight": draw.normal(size=(7, 3)).astype(np.float32)},
+    "head": {"weight": draw.normal(size=(7, 3)).astype(np.float32)},
+    "final_norm": {"scale": draw.normal(size=3).astype(np.float32)},
+  }
+  train = Train(
+    steps=5, warmup=0, trainable=("embedding", "head"), optimizer=NewRows(5), weight_decay=0.5
+  )
+  rule = optimizer(train)
+  state, changed, update = jax.jit(rule.init)(params), params, jax.jit(rule.update)
+  for _ in range(2):
+    gradient = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), params)
+    updates, state = update(gradient, state, changed)
+    changed = optax.apply_updates(changed, updates)
+  np.testing.assert_array_equal(changed["final_norm"]["scale"], params["final_norm"]["scale"])
+  for name in ("embedding", "head"):
+    before, after = params[name]["weight"], np.asarray(changed[name]["weight"])
+    np.testing.assert_array_equal(after[:5], before[:5])
+    assert (after[5:] != before[5:]).all()
+  with pytest.raises(ValueError, match="`first` must be at least 1; got 0"):
+    NewRows(0)

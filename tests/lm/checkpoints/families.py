@@ -28,6 +28,15 @@ LLAMA3 = {
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 160}
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+
+LONGROPE = {
+  "rope_type": "longrope",
+  "short_factor": [1.0, 1.1, 1.3],
+  "long_factor": [1.2, 3.0, 9.0],
+  "original_max_position_embeddings": 320,
+}
+
 CONFIGS = {
   "gpt2": {
     "model_type": "gpt2",
@@ -55,6 +64,85 @@ CONFIGS = {
     "use_sliding_window": True,
     "sliding_window": 41,
     "max_window_layers": 1,
+    "tie_word_embeddings": True,
+  },
+  "mistral": GATED
+  | {
+    "model_type": "mistral",
+    "head_dim": 12,
+    "rope_theta": 1e6,
+    "sliding_window": 43,
+    "tie_word_embeddings": False,
+  },
+  "qwen2": GATED
+  | {
+    "model_type": "qwen2",
+    "rope_theta": 1e6,
+    "rope_scaling": DYNAMIC,
+    "max_position_embeddings": 200,
+    "use_sliding_window": True,
+    "sliding_window": 41,
+    "max_window_layers": 1,
+    "tie_word_embeddings": True,
+  },
+  "phi3": GATED
+  | {
+    "model_type": "phi3",
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.75,
+    "rope_theta": 1e4,
+    "rope_scaling": LONGROPE,
+    "original_max_position_embeddings": 320,
+    "sliding_window": 47,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+  },
+  "smollm3": GATED
+  | {
+    "model_type": "smollm3",
+    "num_hidden_layers": 5,
+    "rope_theta": 5e6,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+  },
+  "olmo2": GATED
+  | {
+    "model_type": "olmo2",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": False,
+  },
+  "olmo3": GATED
+  | {
+    "model_type": "olmo3",
+    "rms_norm_eps": 1e-5,
+    "num_hidden_layers": 5,
+    "rope_theta": 5e5,
+    "rope_scaling": YARN,
+    "sliding_window": 37,
+    "tie_word_embeddings": False,
+  },
+  "granite": GATED
+  | {
+    "model_type": "granite",
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+  },
+  "gemma2": GATED
+  | {
+    "model_type": "gemma2",
+    "head_dim": 12,
+    "sliding_window": 37,
+    "query_pre_attn_scalar": 20,
+    "num_hidden_layers": 5,
+    "rope_theta": 1e4,
+    "final_logit_softcapping": 5.0,
+    "attn_logit_softcapping": 20.0,
     "tie_word_embeddings": True,
   },
   "gemma3_text": GATED

@@ -5,6 +5,7 @@ python -m tests.lm.checkpoints.report --gemma FILE --text FILE     Gemma 3 270M,
 """
 
 import argparse
+import copy
 import itertools
 import math
 import pathlib
@@ -31,7 +32,8 @@ def reference(name: str, folder: pathlib.Path):
   import torch
   import transformers
 
-  config = transformers.AutoConfig.for_model(**CONFIGS[name])
+  # Some configs of transformers write into what they are given.
+  config = transformers.AutoConfig.for_model(**copy.deepcopy(CONFIGS[name]))
   torch.manual_seed(0)
   model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
   with torch.no_grad():

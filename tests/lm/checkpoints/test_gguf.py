@@ -15,7 +15,12 @@ from vqjax.lm.models import rotary
 
 gguf = pytest.importorskip("gguf", reason="the extra `checkpoints` is not installed")
 
-ARCH = {"gpt2": "gpt2", "llama": "llama", "qwen3": "qwen3", "gemma3_text": "gemma3"}
+ARCH = {name: name for name in CONFIGS}
+ARCH |= {"gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2"}
+INTERLEAVED = ("llama", "mistral", "smollm3", "granite")
+MAGNITUDE = 1.25
+"""Factor of cosines and sines of LongRoPE."""
+
 PIECES = ["<unk>", "<s>", "</s>", "\u2581", *map(chr, range(34, 127))]
 
 
@@ -36,6 +41,21 @@ def written(path, name, folder, quantised=None, more=()):
   own = config.get
   writer = gguf.GGUFWriter(path, arch)
   layers = own("num_hidden_layers") or own("n_layer")
+  if name == "granite":
+    writer.add_attention_scale(own("attention_multiplier"))
+    writer.add_embedding_scale(own("embedding_multiplier"))
+    writer.add_residual_scale(own("residual_multiplier"))
+    writer.add_logit_scale(own("logits_scaling"))
+  if name == "gemma2":
+    writer.add_attn_logit_softcapping(own("attn_logit_softcapping"))
+    writer.add_final_logit_softcapping(own("final_logit_softcapping"))
+  if name == "phi3":
+    writer.add_rope_dimension_count(6)
+    writer.add_rope_scaling_orig_ctx_len(320)
+    writer.add_rope_scaling_attn_factors(MAGNITUDE)
+    for length in ("short", "long"):
+      factors = np.array(own("rope_scaling")[f"{length}_factor"], np.float32)
+      writer.add_tensor(f"rope_factors_{length}.weight", factors)
   writer.add_embedding_length(32)
   writer.add_block_count(layers)
   writer.add_head_count(4)
@@ -48,7 +68,7 @@ def written(path, name, folder, quantised=None, more=()):
     writer.add_key_length(own("head_dim", 8))
     writer.add_layer_norm_rms_eps(own("rms_norm_eps", 1e-6))
     writer.add_rope_freq_base(own("rope_theta"))
-  if name == "gemma3_text":
+  if name in ("gemma2", "gemma3_text", "olmo3", "phi3"):
     writer.add_sliding_window(own("sliding_window"))
   writer.add_tokenizer_model("llama")
   writer.add_token_list(PIECES)
@@ -68,9 +88,9 @@ def written(path, name, folder, quantised=None, more=()):
     stem, _, end = key.rpartition(".")
     if name == "gpt2" and ".c_" in key and end == "weight":
       value = np.ascontiguousarray(value.T)
-    if name == "llama" and ("q_proj" in key or "k_proj" in key):
+    if name in INTERLEAVED and ("q_proj" in key or "k_proj" in key):
       value = side_by_side(value, 4 if "q_proj" in key else 2)
-    if name == "gemma3_text" and key.endswith("norm.weight"):
+    if name.startswith("gemma") and key.endswith("norm.weight"):
       value = value + 1
     kind = None
     if quantised and value.ndim == 2 and value.shape[1] % 32 == 0:
@@ -85,10 +105,13 @@ def written(path, name, folder, quantised=None, more=()):
 
 def plain(name):
   """A model whose config has nothing that the metadata of these files leave out."""
-  changes = {} if name == "gpt2" else {"rope_scaling": None}
-  changes |= {"use_sliding_window": False} if name == "qwen3" else {}
-  if name == "gemma3_text":
-    changes |= {"final_logit_softcapping": None, "query_pre_attn_scalar": 12}
+  changes = {} if name == "gpt2" else {"rope_scaling": None, "max_position_embeddings": 640}
+  changes |= {"use_sliding_window": False} if name.startswith("qwen") else {}
+  changes |= {"sliding_window": None} if name in ("mistral", "phi3") else {}
+  if name == "phi3":
+    changes |= {"rope_scaling": CONFIGS["phi3"]["rope_scaling"] | {"attention_factor": MAGNITUDE}}
+  changes |= {"query_pre_attn_scalar": 12} if name.startswith("gemma") else {}
+  changes |= {"final_logit_softcapping": None} if name == "gemma3_text" else {}
   return small(name, **changes)
 
 
@@ -171,7 +194,7 @@ def test_an_old_name_of_the_factor_is_understood(llama, tmp_path):
     ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "must be a number; got nan"),
     ({"llama.rope.freq_base": -1.0}, r"`llama.rope.freq_base` must be in \(1"),
     ({"llama.rope.scaling.factor": -1.0}, r"`llama.rope.scaling.factor` must be in \[1"),
-    ({"llama.rope.scaling.type": "longrope"}, "`llama.rope.scaling.type` must be .* got 'longr"),
+    ({"llama.rope.scaling.type": "longrope"}, "`short_factor` is missing"),
     ({"llama.rope.dimension_count": 4}, "`llama.rope.dimension_count` must be 8, the width"),
     ({"llama.attention.value_length": 4}, "`llama.attention.value_length` must be 8, the width"),
     ({"llama.rope.scaling.attn_factor": 2.0}, "`llama.rope.scaling.attn_factor` is not implemen"),
@@ -264,7 +287,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
-  with pytest.raises(ValueError, match="one of gpt2, llama, qwen3, gemma3_text; got 'mamba'"):
+  with pytest.raises(ValueError, match=r"one of gpt2, llama, .*gemma3_text; got 'mamba'"):
     checkpoints.load(tmp_path / "model.gguf")
 
 

@@ -16,6 +16,9 @@ torch = pytest.importorskip("torch", reason="`make parity` installs PyTorch and 
 transformers = pytest.importorskip("transformers", reason="`make parity` installs transformers")
 import safetensors.torch  # noqa: E402
 
+PADDING = {"pad_token_id": 0}
+"""transformers' defaults are tokens of larger vocabularies."""
+
 TOKENS = np.random.default_rng(0).integers(0, V, (2, 500))
 
 
@@ -49,7 +52,7 @@ def test_transformers_loads_what_is_saved_and_computes_the_same(reference, tmp_p
   model, variables, _ = loaded(folder)
   checkpoints.save(tmp_path / "again", model, variables, shard_bytes=30_000)
   again = transformers.AutoModelForCausalLM.from_pretrained(
-    tmp_path / "again", attn_implementation="eager"
+    tmp_path / "again", attn_implementation="eager", **PADDING
   )
   assert type(again) is type(original)
   before = {name: tensor.numpy() for name, tensor in original.state_dict().items()}
@@ -65,7 +68,7 @@ def test_bfloat16_files_are_read_and_written_as_they_are(reference, tmp_path):
   state = {name: x.to(torch.bfloat16) for name, x in original.state_dict().items()}
   original.save_pretrained(tmp_path / "half", state_dict=state)
   expected = transformers.AutoModelForCausalLM.from_pretrained(
-    tmp_path / "half", dtype=torch.float32, attn_implementation="eager"
+    tmp_path / "half", dtype=torch.float32, attn_implementation="eager", **PADDING
   )
   wide = checkpoints.load(tmp_path / "half")
   found = apply(wide.model, wide.variables, jnp.asarray(TOKENS))

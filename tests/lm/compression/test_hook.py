@@ -1,10 +1,7 @@
-"""The hooks that the documentation shows collect the moments of this library."""
+"""The hooks for transformers and vLLM collect the moments of this library."""
 
 import functools
 import json
-import pathlib
-import re
-import types
 
 import numpy as np
 import pytest
@@ -20,16 +17,9 @@ from vqjax.tables.container import read_table
 torch = pytest.importorskip("torch", reason="the extra `parity` is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `parity` is not installed")
 
+from safetensors.torch import save_file  # noqa: E402
 
-def documented():
-  """The functions of the page by their names."""
-  page = pathlib.Path(__file__).parents[3] / "docs/compression.md"
-  blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-  names = {}
-  for block in blocks:
-    if re.search("^def (collect|attach)", block, re.MULTILINE):
-      exec(block, names)
-  return types.SimpleNamespace(**names)
+from vqjax import torch as hooks  # noqa: E402
 
 
 @functools.cache
@@ -43,11 +33,11 @@ def gemma():
   return transformers.Gemma3ForCausalLM(config).eval()
 
 
-def test_the_documented_hook_writes_moments(tmp_path):
+def test_the_hook_writes_moments(tmp_path):
   model = gemma()
   batches = [torch.randint(1, 97, (2, 9)), torch.randint(1, 97, (1, 9))]
   counted = torch.randint(1, 97, (3, 50))
-  documented().collect(model, batches, tmp_path / "moments.safetensors", counted=[counted])
+  hooks.collect(model, batches, tmp_path / "moments.safetensors", counted=[counted])
   found = Moments.load(tmp_path / "moments.safetensors")
   found.check(97, 32)
   assert found.tokens == 24
@@ -61,7 +51,7 @@ def test_the_documented_hook_writes_moments(tmp_path):
   assert np.linalg.eigvalsh(found.inputs).max() > 0
 
 
-def test_the_documented_hook_collects_what_this_library_does(tmp_path, monkeypatch):
+def test_the_hook_collects_what_this_library_does(tmp_path, monkeypatch):
   model = gemma()
   model.save_pretrained(tmp_path / "model")
   tokens = torch.randint(1, 97, (4, 9), generator=torch.Generator().manual_seed(1))
@@ -69,7 +59,7 @@ def test_the_documented_hook_collects_what_this_library_does(tmp_path, monkeypat
   most_likely = lambda self: self.logits.argmax(-1)
   monkeypatch.setattr(torch.distributions.Categorical, "sample", most_likely)
   monkeypatch.setattr(DenseHead, "sample", lambda self, hidden, key: self.logits(hidden).argmax(-1))
-  documented().collect(model, tokens.split(2), tmp_path / "moments")
+  hooks.collect(model, tokens.split(2), tmp_path / "moments")
   own, variables, _ = checkpoints.load(tmp_path / "model")
   counts = np.bincount(tokens.flatten(), minlength=97)
   options = {"hidden_tokens": 32, "expected_tokens": 1, "fisher_tokens": 32}
@@ -98,8 +88,8 @@ class AsVLLMCalls(torch.nn.Module):
       return torch.cat([self.inner(tokens[None]).last_hidden_state[0] for tokens in requests])
 
 
-def test_the_documented_hook_for_vllm_has_the_moments_of_that_for_transformers(tmp_path):
-  hooks, model = documented(), gemma()
+def test_the_hook_for_vllm_has_the_moments_of_that_for_transformers(tmp_path):
+  model = gemma()
   requests = [torch.randint(1, 97, (1, length)) for length in (9, 5, 7)]
   hooks.collect(model, requests, tmp_path / "moments")
   expected = Moments.load(tmp_path / "moments")
@@ -109,7 +99,7 @@ def test_the_documented_hook_for_vllm_has_the_moments_of_that_for_transformers(t
   for some in (requests[:2], requests[2:]):
     positions = torch.cat([torch.arange(tokens.shape[1]) for tokens in some])
     worker(input_ids=torch.cat(some, dim=1)[0], positions=positions, inputs_embeds=None)
-  hooks.save_file(hooks.detach(worker), tmp_path / "theirs")
+  save_file(hooks.detach(worker), tmp_path / "theirs")
   worker(input_ids=requests[0][0], positions=torch.arange(9))  # after `detach`
   found = Moments.load(tmp_path / "theirs")
   assert found.tokens == expected.tokens == 18
@@ -142,7 +132,7 @@ def test_tables_of_a_model_that_is_not_run_here_are_compressed(tmp_path):
   modules = {"embed_tokens": None, "embed_tokens_per_layer": model.model.embed_tokens_per_layer}
   options = []
   for name, module in modules.items():
-    documented().collect(model, batches, tmp_path / name, table=module)
+    hooks.collect(model, batches, tmp_path / name, table=module)
     options += ["--table", f"model.{name}.weight", str(tmp_path / name)]
   assert compress.main([str(folder), "--bytes", "9KB", "--out", str(out), *options]) == 0
   made = json.loads((out / "vqjax.json").read_text())

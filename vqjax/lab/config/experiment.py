@@ -204,8 +204,8 @@ def load_config(path: str | pathlib.Path) -> Experiment:
   name = ".".join(resolved.relative_to(root).with_suffix("").parts)
   spec = importlib.util.spec_from_file_location(name, resolved)
   module = importlib.util.module_from_spec(spec)
-  if str(root) not in sys.path:
-    sys.path.append(str(root))
+  # And files that lie beside it, such as a head of one's own.
+  sys.path += [str(at) for at in (root, resolved.parent) if str(at) not in sys.path]
   # Dataclasses look up the module of their annotations here, while the file still executes.
   sys.modules[name] = module
   try:

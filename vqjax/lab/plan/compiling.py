@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from vqjax.lab.plan import chips
+from vqjax.lab import chips
 from vqjax.lab.training.program import Program
 
 __all__ = ["simulated_devices", "tpu_devices"]
@@ -93,6 +93,24 @@ _GPU_TARGETS = {
 """What XLA's compiler asks of a GPU, from NVIDIA's documents; an H200 computes as an H100."""
 
 
+def has_gpu_compiler() -> bool:
+  """Whether the compiler for NVIDIA's GPUs is installed."""
+  return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
+def check_gpu_compiler() -> None:
+  """Check that the compiler for GPUs is installed.
+
+  Raises:
+    ModuleNotFoundError: it is not; the message names the extra.
+  """
+  if not has_gpu_compiler():
+    raise ModuleNotFoundError(
+      "jax[cuda13], the compiler for GPUs, must be installed; got no such package. Call"
+      " `pip install 'vqjax[plan-gpu]'`, on Linux and x86-64."
+    )
+
+
 def gpu_devices(kind: str, count: int) -> list:
   """Devices to compile for: abstract GPUs of a kind, or simulated CPUs without their compiler.
 
@@ -103,7 +121,7 @@ def gpu_devices(kind: str, count: int) -> list:
   """
   if count < 1:
     raise ValueError(f"`--devices` must be at least 1; got {count}. Give the number of GPUs.")
-  if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+  if not has_gpu_compiler():
     return simulated_devices(count)
   chip = chips.GPUS[kind]
   target = (

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from vqjax.lab import chips
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, config_hash
 from vqjax.lab.config.experiment_tree import fields_of, rebuild, walk
-from vqjax.lab.plan import chips, collectives, compiling, flops, hlo, loops
+from vqjax.lab.plan import collectives, compiling, flops, hlo, loops
+from vqjax.lab.plan.roofline import roofline
 from vqjax.lab.training.program import Program
 from vqjax.lab.training.provenance import provenance
 
@@ -35,7 +37,7 @@ def step_plan(experiment: Experiment, mesh: Mesh, chip: chips.Chip) -> dict[str,
   sent = collectives.collectives(module, runs, dict(mesh.shape))
   sizes = held_bytes(program) | {"temporaries": compiled.temporaries, "code": compiled.code}
   work = flops.matmul_flops(module, runs)
-  roofline = chips.roofline(chip, work, _traffic(sizes), sent)
+  least = roofline(chip, work, _traffic(sizes), sent)
   tokens = experiment.train.batch * experiment.model.context
   return {
     "name": experiment.name,
@@ -52,8 +54,7 @@ def step_plan(experiment: Experiment, mesh: Mesh, chip: chips.Chip) -> dict[str,
     "flops": work,
     "collectives": _collective_sums(sent),
     "sent": sum(one.sent for one in sent),
-    "roofline": dataclasses.asdict(roofline)
-    | {"seconds": roofline.seconds, "limit": roofline.limit},
+    "roofline": dataclasses.asdict(least) | {"seconds": least.seconds, "limit": least.limit},
     "stage": compiled.stage,
     "loops_counted_once": list(runs.unknown),
     "compile_seconds": round(compiled.seconds, 1),

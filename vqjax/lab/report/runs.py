@@ -188,6 +188,22 @@ def default_columns(runs: Sequence[Run]) -> list[Column]:
       "Training tokens per second, mean over the optimiser steps of the run, on the run's device.",
       larger,
     ),
+    column(
+      "FLOP/s",
+      "train.model_flops_per_second",
+      units.count,
+      "Model FLOPs of training per second: three times the products of the forward pass, attention"
+      " included, whatever is recomputed.",
+      larger,
+    ),
+    column(
+      "MFU",
+      "train.mfu",
+      lambda share: f"{share:.1%}".replace("%", " %"),
+      "Share of the bfloat16 peak of all devices that model FLOPs are (model FLOPs utilisation);"
+      " missing where the peak of the device is not known.",
+      larger,
+    ),
   ]
   dense = _first_dense(runs)
   if dense is not None:

@@ -11,6 +11,7 @@ from vqjax.lab.starting_points.fine_tuning import (
 from vqjax.lab.starting_points.starts import (
   Checkpoint,
   FromDense,
+  FromText,
   FromVectors,
   Mapped,
   Regrouped,
@@ -26,6 +27,7 @@ __all__ = [
   "Distilled",
   "FromDense",
   "FromTeacher",
+  "FromText",
   "FromVectors",
   "Mapped",
   "Regrouped",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
+from vqjax.assign import TextStats
 from vqjax.convert.grouped import Ordering, as_codes, token_order
 from vqjax.convert.mappings import Mapping, TokenStats
 from vqjax.convert.targets import unigram_bias
@@ -18,12 +19,15 @@ from vqjax.convert.trained_variables import Variables, merged, part_of
 from vqjax.heads import Head
 from vqjax.lab.training.checkpoint import check_tokenizer, read_run_variables
 from vqjax.lab.training.run_folder import EncodedText
+from vqjax.layer import VocabularyLayer
 from vqjax.lm import checkpoints
 from vqjax.lm.texts import data_path
+from vqjax.variables import known_values
 
 __all__ = [
   "Checkpoint",
   "FromDense",
+  "FromText",
   "FromVectors",
   "Mapped",
   "Regrouped",
@@ -102,6 +106,39 @@ class Mapped:
     if head.token_bias:
       new["params"] = {"token_bias": unigram_bias(stats, code)}
     return merged(dict(variables), _of_head(new, head))
+
+
+@dataclasses.dataclass(frozen=True)
+class FromText:
+  """A head and an embedding that begin with what the training text tells.
+
+  They begin as `from_tokens` makes them: codes by exchange, groups by clusters of
+  contexts, rows that are vectors of contexts, biases of the tokens' frequencies. A head has a bias
+  where its own fields say so, and a grouped head an order where `order_init` is
+  `convert.in_order`.
+  """
+
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
+    """The variables with these layers; ValueError if the text gives neither anything."""
+    stats = TextStats.of(text.splits["train"].tokens, model.head.vocab)
+    parts = {name: getattr(model, name, None) for name in ("head", "embedding")}
+    layers = {
+      name: part.clone(parent=None)
+      for name, part in parts.items()
+      if isinstance(part, VocabularyLayer)
+    }
+    begun = {name: layer.started_from(stats) for name, layer in layers.items()}
+    if all(begun[name] is layer for name, layer in layers.items()):
+      raise ValueError(
+        f"`head` or `embedding` must have rows, codes or a bias that the text can give; got a"
+        f" {type(model.head).__name__} and no layer with them. Set init_from=None, or use others."
+      )
+    started = dict(variables)
+    for name, layer in begun.items():
+      own = {part: x for part, x in layer.declare().items() if part != "embedding"}
+      for collection, tree in known_values(own).items():
+        started = merged(started, {collection: {name: tree}})
+    return started
 
 
 @dataclasses.dataclass(frozen=True)

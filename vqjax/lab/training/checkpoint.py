@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import linen as nn
+from orbax.checkpoint import handlers
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from vqjax.lab.training.distributed import await_verdict, from_main, is_joined, is_main
@@ -123,10 +124,10 @@ class Checkpoints:
       self._manager = ocp.CheckpointManager(
         self.folder.absolute(),
         options=options,
-        item_handlers={
-          "state": ocp.StandardCheckpointHandler(),
-          "record": ocp.JsonCheckpointHandler(),
-        },
+        handler_registry=_handlers(
+          state=(ocp.StandardCheckpointHandler(), ocp.args.StandardSave, ocp.args.StandardRestore),
+          record=(ocp.JsonCheckpointHandler(), ocp.args.JsonSave, ocp.args.JsonRestore),
+        ),
       )
 
   def _inspect(self) -> str:
@@ -423,12 +424,23 @@ def saved_steps(folder: str | pathlib.Path) -> list[int]:
   return _steps(pathlib.Path(folder) / "checkpoints")
 
 
+def _handlers(**items: tuple[Any, ...]) -> handlers.DefaultCheckpointHandlerRegistry:
+  """Orbax's handler of each item, with the classes of arguments that it takes."""
+  registry = handlers.DefaultCheckpointHandlerRegistry()
+  for name, (handler, *arguments) in items.items():
+    for kind in arguments:
+      registry.add(name, kind, handler)
+  return registry
+
+
 def _reader(checkpoints: pathlib.Path) -> ocp.CheckpointManager:
   # Read-only: another process may be saving into the folder.
   return ocp.CheckpointManager(
     checkpoints,
     options=ocp.CheckpointManagerOptions(create=False, read_only=True),
-    item_handlers={"state": ocp.PyTreeCheckpointHandler()},
+    handler_registry=_handlers(
+      state=(ocp.PyTreeCheckpointHandler(), ocp.args.PyTreeSave, ocp.args.PyTreeRestore)
+    ),
   )
 
 

@@ -13,6 +13,7 @@ from tensorboardX import SummaryWriter
 
 from vqjax.lab.training.distributed import is_main
 from vqjax.lab.training.run_folder import disk_errors, read_metrics
+from vqjax.lab.training.throughput import Throughput
 from vqjax.lm import records
 from vqjax.outputs import write_text
 
@@ -42,8 +43,11 @@ class MetricsLog:
       # TensorBoard discards earlier events from this step on, which the resumed run writes again.
       self._events = SummaryWriter(str(folder / "events"), purge_step=step + 1)
 
-  def write(self, row: dict) -> None:
-    """Append and flush a row."""
+  def write(self, row: dict, speed: dict[str, float | None] | None = None) -> None:
+    """Append and flush a row.
+
+    A `speed` is in the events alone: a run that is resumed writes its rows again bit by bit.
+    """
     row = records.sealed(row, self.last)
     with disk_errors(self.path):
       self._file.write(records.dumps(row))
@@ -55,6 +59,9 @@ class MetricsLog:
           self._events.add_scalar(f"{name}/{inner}", number, row["step"])
       elif name != "step":
         self._events.add_scalar(f"train/{name}", value, row["step"])
+    for name, value in (speed or {}).items():
+      if value is not None:
+        self._events.add_scalar(f"speed/{name}", value, row["step"])
 
   def close(self) -> None:
     """Flush and close both files."""
@@ -105,7 +112,12 @@ ShowProgress = Callable[[int, float], None]
 
 @contextlib.contextmanager
 def progress_bar(
-  name: str, first_step: int, steps: int, tokens_per_step: int, console: Console | None = None
+  name: str,
+  first_step: int,
+  steps: int,
+  tokens_per_step: int,
+  throughput: Throughput,
+  console: Console | None = None,
 ) -> Iterator[ShowProgress]:
   """Show a live bar on a terminal, else ten lines; yield a `ShowProgress`.
 
@@ -126,7 +138,7 @@ def progress_bar(
     if step % max(1, steps // 10) == 0 or step == steps:
       rate, left = pace(step)
       console.print(
-        f"{name}  step {step}/{steps}  {rate:,.0f} tokens/s  loss {loss:.3f}  {left:.0f} s left",
+        f"{name}  step {step}/{steps}  {throughput.text(rate)}  loss {loss:.3f}  {left:.0f} s left",
         highlight=False,
         soft_wrap=True,
       )
@@ -138,7 +150,7 @@ def progress_bar(
     TextColumn("{task.description}"),
     BarColumn(),
     MofNCompleteColumn(),
-    TextColumn("{task.fields[rate]:>8} tokens/s  loss {task.fields[loss]}"),
+    TextColumn("{task.fields[rate]}  loss {task.fields[loss]}"),
     TimeRemainingColumn(),
     TextColumn("left"),
   )
@@ -147,6 +159,6 @@ def progress_bar(
 
     def update(step: int, loss: float) -> None:
       rate, _ = pace(step)
-      bar.update(task, completed=step, rate=f"{rate:,.0f}", loss=f"{loss:.3f}")
+      bar.update(task, completed=step, rate=throughput.text(rate), loss=f"{loss:.3f}")
 
     yield update

@@ -20,6 +20,7 @@ from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.provenance import peak_memory_bytes, provenance
 from vqjax.lab.training.run_folder import EncodedText, RunFolder, load_text
 from vqjax.lab.training.step import all_finite
+from vqjax.lab.training.throughput import Throughput
 from vqjax.sharding import make_mesh
 
 __all__ = ["NotFiniteError", "fit"]
@@ -109,6 +110,7 @@ class _Training:
         self.state = program.begin(init_from(text, self.model, self.state.variables))
     # Where the state does not fit in memory, `int` alone would wait for ever: XLA reports it here.
     self.first_step = int(jax.block_until_ready(self.state).step)
+    self.throughput = Throughput.of(program.model, self.state.params, program.mesh)
 
   def run_to_end(self) -> dict:
     """Train the remaining steps, and return the measurements of the result."""
@@ -129,7 +131,7 @@ class _Training:
     pending = None
     with (
       deferred_signals() as received_signal,
-      progress_bar(name, first, train.steps, self.tokens_per_step) as report,
+      progress_bar(name, first, train.steps, self.tokens_per_step, self.throughput) as report,
     ):
       for step in range(first + 1, train.steps + 1):
         batch = self.program.place(next(self.batches))
@@ -165,13 +167,18 @@ class _Training:
     if wrong:
       self._stop(step, ", ".join(wrong))
     if step % self.train.log_every == 0 or step == self.train.steps:
-      self._write({"step": step, **values})
+      self._write({"step": step, **values}, self._speed(step))
     self.loss = values["loss"]
     return self.loss
 
-  def _write(self, row: dict) -> None:
+  def _speed(self, step: int) -> dict[str, float | None]:
+    """Tokens and model FLOPs per second since the last logged step; {} before the clock runs."""
+    rate = self.clock.steps_per_second(step)
+    return {} if rate is None else self.throughput.numbers(rate * self.tokens_per_step)
+
+  def _write(self, row: dict, speed: dict[str, float | None] | None = None) -> None:
     if self.log is not None:
-      self.log.write(row)
+      self.log.write(row, speed)
 
   def _stop(self, step: int, problem: str) -> None:
     """Wait for the last checkpoint, and raise NotFiniteError."""
@@ -235,7 +242,9 @@ class _Training:
         "loss": self.loss,
         "seconds": seconds,
         "step_seconds": seconds / steps if steps else None,
-        "tokens_per_second": steps * self.tokens_per_step / seconds if steps else None,
+        "tokens_per_second": None,
+        **(self.throughput.numbers(steps * self.tokens_per_step / seconds) if steps else {}),
+        "model_flops_per_token": self.throughput.flops,
         "peak_memory_bytes": peak_memory_bytes(),
       },
     }
@@ -268,6 +277,8 @@ class _Clock:
 
   def __init__(self, seconds: float = 0.0, steps: int = 0):
     self.seconds, self.steps = seconds, steps
+    self.began = self.first = None
+    self._read = seconds, steps
 
   def start(self, step: int) -> None:
     self.began, self.first = time.perf_counter(), step
@@ -275,3 +286,13 @@ class _Clock:
   def stop(self, step: int) -> None:
     self.seconds += time.perf_counter() - self.began
     self.steps += step - self.first
+    self.began = None
+
+  def steps_per_second(self, step: int) -> float | None:
+    """Rate since the last call, at a step that has just ended; None where no step was counted."""
+    now = self.seconds, self.steps
+    if self.began is not None:
+      now = now[0] + time.perf_counter() - self.began, now[1] + step - self.first
+    (seconds, steps), self._read = self._read, now
+    counted = now[1] - steps
+    return counted / (now[0] - seconds) if counted > 0 else None

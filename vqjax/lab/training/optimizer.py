@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from vqjax.lab.config import Train
+from vqjax.variables import optimizer_labels
 
-__all__ = ["SGD", "learning_rate", "optimizer"]
-
-UNDECAYED = frozenset({"bias", "token_bias", "group_bias", "slot_bias", "scale", "shift"})
-"""Parameters without weight decay: biases, gains of norms, scales and shifts of slots."""
+__all__ = ["SGD", "NewRows", "learning_rate", "optimizer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +53,50 @@ class SGD:
     return optax.sgd(self.learning_rate(train))
 
 
+@dataclasses.dataclass(frozen=True)
+class NewRows:
+  """AdamW that changes only the rows of new tokens in dense vocabulary tables.
+
+  Rows below `first` of an embedding's and a head's `weight` keep their values bit for bit. With
+  `Train(trainable=("embedding", "head"))` nothing else of the model changes either.
+
+  Attributes:
+    first: id of the first new token; `grow` prints it.
+
+  Raises:
+    ValueError: `first` is below 1.
+  """
+
+  first: int
+
+  def __post_init__(self):
+    if self.first < 1:
+      raise ValueError(
+        f"NewRows: `first` must be at least 1; got {self.first}. Give the first new token's id."
+      )
+
+  def learning_rate(self, train: Train) -> optax.Schedule:
+    """Return step -> learning rate, the schedule of AdamW."""
+    return learning_rate(dataclasses.replace(train, optimizer=None))
+
+  def rule(self, train: Train) -> optax.GradientTransformation:
+    """Return the optimiser, without clipping."""
+    only_new = optax.stateless(lambda updates, _: self._only_new(updates))
+    return optax.chain(only_new, _adamw(train, self.learning_rate(train)), only_new)
+
+  def _only_new(self, updates: dict) -> dict:
+    """The updates, with 0 for old rows."""
+
+    def of(path, update):
+      names = [str(getattr(key, "key", key)) for key in path]
+      if not {"embedding", "head"} & {*names} or names[-1] != "weight":
+        return update
+      is_new_V = jnp.arange(update.shape[0]) >= self.first
+      return jnp.where(is_new_V[:, None], update, 0)
+
+    return jax.tree_util.tree_map_with_path(of, updates)
+
+
 def learning_rate(train: Train) -> optax.Schedule:
   """Return step -> learning rate: linear warm-up, then a cosine.
 
@@ -74,8 +116,14 @@ def learning_rate(train: Train) -> optax.Schedule:
 
 
 def decayed(params: dict) -> dict:
-  """Mark the parameters that weight decay applies to: all but `UNDECAYED`."""
-  return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in UNDECAYED, params)
+  """Mark the parameters that weight decay applies to: matrices and tables."""
+  return jax.tree.map("vector".__ne__, optimizer_labels(params))
+
+
+def _adamw(train: Train, schedule: optax.Schedule) -> optax.GradientTransformation:
+  return optax.adamw(
+    schedule, b1=train.beta1, b2=train.beta2, weight_decay=train.weight_decay, mask=decayed
+  )
 
 
 def optimizer(train: Train) -> optax.GradientTransformation:
@@ -90,13 +138,7 @@ def optimizer(train: Train) -> optax.GradientTransformation:
   if train.optimizer is not None:
     descent = train.optimizer.rule(train)
   else:
-    descent = optax.adamw(
-      learning_rate(train),
-      b1=train.beta1,
-      b2=train.beta2,
-      weight_decay=train.weight_decay,
-      mask=decayed,
-    )
+    descent = _adamw(train, learning_rate(train))
   rule = optax.chain(optax.clip_by_global_norm(train.clip), descent)
   if not train.trainable:
     return rule

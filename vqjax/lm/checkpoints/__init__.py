@@ -2,16 +2,30 @@
 
 from vqjax.lm.checkpoints.inspection import Inspection, inspect
 from vqjax.lm.checkpoints.loading import Loaded, decoder, load, read_variables, save
+from vqjax.lm.checkpoints.resizing import (
+  NewRow,
+  mean_of_all,
+  mean_of_parts,
+  mean_of_parts_at_length,
+  resize,
+  sampled,
+)
 from vqjax.lm.checkpoints.runtime import RUNTIMES, Runtime
 
 __all__ = [
   "RUNTIMES",
   "Inspection",
   "Loaded",
+  "NewRow",
   "Runtime",
   "decoder",
   "inspect",
   "load",
+  "mean_of_all",
+  "mean_of_parts",
+  "mean_of_parts_at_length",
   "read_variables",
+  "resize",
+  "sampled",
   "save",
 ]

@@ -8,7 +8,8 @@ import math
 import pathlib
 
 from vqjax.lm.checkpoints.loading import variable_sources
-from vqjax.lm.sources.readers import open_source
+from vqjax.lm.sources.families import FAMILIES
+from vqjax.lm.sources.readers import GGUF_FAMILIES, open_source, read_tensors
 
 __all__ = ["Inspection", "inspect"]
 
@@ -89,6 +90,97 @@ NAMES = {
 """Name of a variable -> the part that it belongs to; the others are norms or of attention."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """A tensor [V, D] that looks like a vocabulary table.
+
+  Attributes:
+    name: its name in the file.
+    shape: its shape.
+    format: its number format.
+    bytes: its bytes.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  format: str
+  bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+  """What a file holds whose architecture is not one of this library.
+
+  Attributes:
+    path: the file or folder.
+    architecture: what its config calls the architecture; None: it has none.
+    tables: the tables, found by shape and name, the largest first.
+    tensors: number of tensors.
+    params: their numbers.
+    bytes: their bytes.
+  """
+
+  path: str
+  architecture: str | None
+  tables: tuple[Table, ...]
+  tensors: int
+  params: int
+  bytes: int
+
+
+NAMES_OF_TABLES = ("embed", "wte", "lm_head", "output.weight", "token_embd", "table.vqjax")
+"""What is in the names of vocabulary tables."""
+
+POSITIONS = ("position", "wpe", "patch")
+"""What is in the names of tables of something else."""
+
+
+def inspect_tensors(path: str | pathlib.Path) -> Tensors:
+  """The tables of any safetensors or GGUF, without reading the weights.
+
+  A table has two axes, four times as many rows as columns, and a name as of an embedding or a head.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: a file is damaged.
+  """
+  architecture, tensors = read_tensors(path)
+  tables = [
+    Table(name, tensor.shape, tensor.format, tensor.nbytes)
+    for name, tensor in tensors.items()
+    if len(tensor.shape) == 2
+    and (tensor.table is not None or tensor.shape[0] >= 4 * tensor.shape[1])
+    and any(word in name for word in NAMES_OF_TABLES)
+    and not any(word in name for word in POSITIONS)
+  ]
+  return Tensors(
+    path=str(path),
+    architecture=architecture,
+    tables=tuple(sorted(tables, key=lambda table: -math.prod(table.shape))),
+    tensors=len(tensors),
+    params=sum(math.prod(tensor.shape) for tensor in tensors.values()),
+    bytes=sum(tensor.nbytes for tensor in tensors.values()),
+  )
+
+
+def is_known(path: str | pathlib.Path) -> bool:
+  """Whether a path is a model of an architecture of this library, which `inspect` takes apart."""
+  path = pathlib.Path(path)
+  if path.is_file() and path.suffix == ".safetensors" and not (path.parent / CONFIG).is_file():
+    return False
+  if path.is_dir() and any(path.glob("*.safetensors")) and not (path / CONFIG).is_file():
+    return False
+  if path.is_dir() or path.suffix in (".safetensors", ".gguf"):
+    if not path.exists():
+      return True  # which says what is missing
+    architecture, _ = read_tensors(path)
+    return architecture is None or architecture in {*FAMILIES, *GGUF_FAMILIES}
+  return True
+
+
+CONFIG = "config.json"
+
+
 def inspect(path: str | pathlib.Path) -> Inspection:
   """The parts of a model; errors as of `load`, without reading the weights."""
   source = open_source(path)
@@ -98,9 +190,11 @@ def inspect(path: str | pathlib.Path) -> Inspection:
   for names, part in variable_sources(source, model).items():
     own = names[1] if names[0] == "blocks" else names[0]
     name = NAMES.get(own, "norms" if own.endswith("norm") else "attention")
-    params[name] += sum(math.prod(tensor.shape) for _, tensor in part.tensors)
+    params[name] += math.prod(part.shape)
     for _, tensor in part.tensors:
-      formats.setdefault(name, collections.Counter())[tensor.format] += tensor.nbytes
+      share = len(range(*part.rows.indices(tensor.shape[0]))), tensor.shape[0]
+      nbytes = tensor.nbytes * share[0] // share[1]
+      formats.setdefault(name, collections.Counter())[tensor.format] += nbytes
   order = list(dict.fromkeys([*NAMES.values(), "attention"]))
   sizes = (
     PartSize(

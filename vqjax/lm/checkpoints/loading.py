@@ -106,6 +106,7 @@ def load(
   mesh: Mesh | None = None,
   seed: int = 0,
   runtime: Runtime | None = None,
+  tokenizer: bool = True,
 ) -> Loaded:
   """Load a pretrained decoder, its variables and its tokenizer.
 
@@ -124,6 +125,7 @@ def load(
     seed: seed of the layers that are freshly initialised.
     runtime: form of the vocabulary tables in memory, one of `checkpoints.RUNTIMES`; None: that
       which the file names, dense rows in most. Not with a head or an embedding.
+    tokenizer: read the tokenizer too; False: it is None, for one that this library cannot read.
 
   Raises:
     FileNotFoundError: there is no such model, or it has no weights.
@@ -151,10 +153,10 @@ def load(
   if fresh := places.keys() - read.keys():
     read |= _initialised(model, fresh, places, seed)
   variables = traverse_util.unflatten_dict(read)
-  tokenizer = find_tokenizer(source)
-  if tokenizer is not None:
-    check_size(tokenizer, own.head.vocab, source.path)
-  return Loaded(model, variables, tokenizer)
+  reading = find_tokenizer(source) if tokenizer else None
+  if reading is not None:
+    check_size(reading, own.head.vocab, source.path)
+  return Loaded(model, variables, reading)
 
 
 def read_variables(
@@ -186,7 +188,7 @@ def read_variables(
 
 BODY = (
   *("dim", "layers", "heads", "norm", "attention", "mlp", "post_norms", "rotary", "local_rotary"),
-  *("window", "local", "embedding_scale"),
+  *("window", "local", "turned", "pre_norms", "branch_scale", "embedding_scale", "final_scale"),
 )
 """Fields of a decoder that its body computes with."""
 
@@ -196,11 +198,19 @@ INTEGERS = frozenset(name for name, dtype in DTYPES.items() if np.dtype(dtype).k
 
 
 class VariableSource(NamedTuple):
-  """A variable of a decoder, and the tensors that hold it: one, or one for each block."""
+  """A variable of a decoder, and the tensors that hold it: one, or one for each block.
+
+  Attributes:
+    rule: where it is.
+    shape: its shape.
+    tensors: the names and the tensors, whole.
+    rows: the rows of a tensor that are the variable's; the others are of variables that it joins.
+  """
 
   rule: Rule
   shape: tuple[int, ...]
   tensors: list[tuple[str, Tensor]]
+  rows: slice = slice(None)
 
 
 def variable_sources(
@@ -245,9 +255,18 @@ def variable_sources(
       f" {model.layers} blocks; it {' and '.join(lines)}. Use the config and the weights of one"
       " model."
     )
+
+  def file_shape(path):
+    shape = shapes[path].shape[1:] if path[0] == "blocks" else shapes[path].shape
+    return rules[path].tensor_layout(source.kind).file_shape(shape)
+
   for path, part in found.items():
-    shape = part.shape[1:] if path[0] == "blocks" else part.shape
-    expected = part.rule.tensor_layout(source.kind).file_shape(shape)
+    expected = file_shape(path)
+    if part.rule.joined:
+      counts = [file_shape(tuple(name.split("/")))[0] for name in part.rule.joined]
+      first = sum(counts[: part.rule.joined.index("/".join(path))])
+      found[path] = part._replace(rows=slice(first, first + expected[0]))
+      expected = (sum(counts), *expected[1:])
     for name, tensor in part.tensors:
       if tensor.format in INTEGERS:
         raise ValueError(
@@ -371,7 +390,7 @@ def _array(
 
   def copy(piece):
     target, tensor, *rows = piece
-    values = tensor.read(rows[0] if rows else slice(None))
+    values = tensor.read(rows[0] if rows else part.rows)
     values = (values if rows else layout.variable(values, shape))[index]
     np.copyto(target, values - np.float32(offset) if offset else values, casting="unsafe")
     release(values)
@@ -447,7 +466,7 @@ def write_folder(
 ) -> dict[str, str]:
   """Write the files of `save` into a new folder, which the caller publishes.
 
-  With compressed tables only this library loads it: what `container.encode_table` returned for
+  With compressed tables only this library loads it: what `entropy_coder.encode_table` returned for
   "embedding" or "head" is written in place of the table.
 
   Returns:
@@ -468,7 +487,7 @@ def write_folder(
     )
   folder.mkdir()
   files = ShardedFiles(folder, shard_bytes)
-  tensors = {}
+  tensors, held = {}, {}
   for rule in family.rules:
     path = tuple(rule.path.split("/"))
     if path not in shapes:
@@ -483,7 +502,12 @@ def write_folder(
     for layer in range(model.layers if path[0] == "blocks" else 1):
       block = value[layer] if path[0] == "blocks" else value
       tensor = layout.tensor(np.asarray(jax.device_get(block))).astype(dtype or value.dtype)
-      files.add(prefix + rule.name.format(layer), np.ascontiguousarray(tensor))
+      parts = held.setdefault(prefix + rule.name.format(layer), []) if rule.joined else []
+      parts.append(tensor)
+      if len(parts) == max(1, len(rule.joined)):
+        joined = np.concatenate(parts) if rule.joined else np.ascontiguousarray(tensor)
+        files.add(prefix + rule.name.format(layer), joined)
+        parts.clear()
   files.finish()
   ends = {}
   if tokenizer is not None:

@@ -8,6 +8,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,15 @@ import numpy as np
 from jaxtyping import Int
 
 from vqjax.convert.trained_variables import Variables
+from vqjax.lm.generation import generate, unstacked
 from vqjax.lm.models import Transformer
 from vqjax.outputs import atomic_file
 from vqjax.tables.moments import Moments
 
-__all__ = ["SEED", "collect"]
+__all__ = ["SEED", "collect", "own_text", "zipf_counts"]
+
+ROWS = 64
+"""Texts that a model writes side by side."""
 
 HIDDEN_TOKENS = 2**14
 """Hidden states of which H is the mean."""
@@ -113,6 +118,59 @@ def collect(
     tokens=sums.hidden_tokens,
     inputs=sums.inputs / max(1, sums.input_tokens),
   )
+
+
+def zipf_counts(vocab: int) -> np.ndarray:
+  """Counts by rank, [V], for tokenizers whose ids fall with frequency: in 1 / (id + 2.7).
+
+  Source: Mandelbrot, An informational theory of the statistical structure of language, 1953.
+  """
+  return np.rint(2**24 / (np.arange(vocab) + 2.7)).astype(np.int64)
+
+
+def own_text(
+  model: Transformer,
+  variables: Variables,
+  begin: Sequence[int],
+  count: int,
+  length: int,
+  *,
+  tokenizer: Any = None,
+  seed: int = SEED,
+  progress: Callable[[float], None] = lambda part: None,
+) -> Int[np.ndarray, "N T"]:
+  """Windows of text that a model writes itself, at temperature 1.
+
+  Args:
+    model: the decoder.
+    variables: its variables.
+    begin: tokens that begin every text; without any, a text begins with a token drawn by rank.
+    count: tokens in all, about.
+    length: tokens of a window.
+    tokenizer: rows of the table for which it has no token are not drawn.
+    seed: seed of the draws.
+    progress: is called with the part that is done.
+  """
+  rng = np.random.default_rng(seed)
+  share = zipf_counts(model.head.vocab)
+  windows = -(-count // length)
+  rows, flat, found = min(ROWS, windows), unstacked(variables), []
+  for first in range(0, windows, rows):
+    drawn = rng.choice(len(share), size=(rows, 1), p=share / share.sum())
+    prompts = [list(begin) or [int(token)] for (token,) in drawn]
+    made = generate(
+      model,
+      flat,
+      prompts,
+      jax.random.fold_in(jax.random.key(seed), first),
+      max_tokens=length - len(prompts[0]),
+      stop=(),
+      tokenizer=tokenizer,
+      log_probs=False,
+    )
+    found.append(np.concatenate([np.asarray(prompts), made.tokens], axis=1))
+    progress(min(1.0, (first + rows) / windows))
+  return np.concatenate(found)[:windows].astype(np.int32)
 
 
 def _number(value):

@@ -7,8 +7,8 @@ import json
 import pathlib
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from typing import BinaryIO
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +17,7 @@ from jaxtyping import Int, Int32, Num
 from vqjax.lm import checkpoints
 from vqjax.lm.checkpoints.loading import ShardedFiles, variable_sources
 from vqjax.lm.sources.families import family_of
+from vqjax.lm.sources.gguf_header import STRING
 from vqjax.lm.sources.readers import (
   ModelSource,
   Tensor,
@@ -31,7 +32,7 @@ from vqjax.tables.gguf_types import block_type, encode_blocks
 from vqjax.tables.grids import LevelGrid, fit_grid
 from vqjax.tables.moments import Moments
 
-__all__ = ["ROWS", "export_compressed_tensors", "export_gguf"]
+__all__ = ["ROWS", "export_compressed_tensors", "export_gguf", "rewrite_gguf"]
 
 ROWS = 2**13
 """Rows of a table that are read, rounded and written at a time."""
@@ -100,25 +101,82 @@ def export_gguf(
   for name, tensor in tables.tensors.items():
     of = block_type(kinds[name], tensor.shape[1])
     sizes[name] = tensor.shape[0] * (tensor.shape[1] // of.block * of.bytes)
-  numbers, header = import_checkpoints_extra("gguf").GGMLQuantizationType, gguf_header(source.path)
-  with new_output(out, folder=False) as partial, open(partial, "xb") as file:
-    file.write(header.data[: header.begin])
-    offset = 0
-    for name, entry in header.entries.items():
-      of = numbers[kinds[name]] if name in kinds else entry.kind
-      text, rank = name.encode(), len(entry.shape)
-      file.write(struct.pack(f"<Q{len(text)}sI", len(text), text, rank))
-      file.write(struct.pack(f"<{rank}QIQ", *reversed(entry.shape), int(of), offset))
-      offset += -(-sizes.get(name, entry.nbytes) // header.alignment) * header.alignment
-    for name, entry in header.entries.items():
-      _pad(file, header.alignment)
-      if name not in kinds:
-        file.write(header.data[entry.first : entry.first + entry.nbytes])
-        continue
-      for rows in _blocks(tables.tensors[name]):
-        file.write(encode_blocks(kinds[name], rows, tables.metrics[name]))
-    _pad(file, header.alignment)
+  numbers = import_checkpoints_extra("gguf").GGMLQuantizationType
+
+  def blocks(name: str) -> Iterator[bytes]:
+    for rows in _blocks(tables.tensors[name]):
+      yield encode_blocks(kinds[name], rows, tables.metrics[name])
+
+  replaced = {
+    name: [NewTensor(name, tensor.shape, int(numbers[kinds[name]]), sizes[name], blocks(name))]
+    for name, tensor in tables.tensors.items()
+  }
+  with new_output(out, folder=False) as partial:
+    rewrite_gguf(source.path, partial, replaced)
   return sizes
+
+
+class NewTensor(NamedTuple):
+  """A tensor that is written into a GGUF.
+
+  Attributes:
+    name: its name.
+    shape: its shape, the row's width last.
+    kind: number of its block type.
+    nbytes: its bytes.
+    chunks: the bytes, in order.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  kind: int
+  nbytes: int
+  chunks: Iterable[bytes | np.ndarray]
+
+
+def rewrite_gguf(
+  path: pathlib.Path,
+  out: pathlib.Path,
+  replaced: Mapping[str, Sequence[NewTensor]],
+  texts: Mapping[str, str] | None = None,
+) -> None:
+  """Write a GGUF again with other tensors in place of some; all else is copied byte for byte.
+
+  Args:
+    path: the GGUF.
+    out: the new file, which does not exist.
+    replaced: name of a tensor -> those in its place.
+    texts: further metadata, of texts.
+  """
+  header, texts = gguf_header(path), texts or {}
+
+  def copied(name, entry):
+    chunk = header.data[entry.first : entry.first + entry.nbytes]
+    return [NewTensor(name, entry.shape, entry.kind, entry.nbytes, [chunk])]
+
+  tensors = [
+    new for name, entry in header.entries.items() for new in replaced.get(name, copied(name, entry))
+  ]
+  with open(out, "xb") as file:
+    start = bytearray(header.data[: header.begin])
+    (keys,) = struct.unpack("<Q", start[16:24])
+    start[8:24] = struct.pack("<QQ", len(tensors), keys + len(texts))
+    file.write(start)
+    for key, text in texts.items():
+      name, content = key.encode(), text.encode()
+      file.write(struct.pack(f"<Q{len(name)}sI", len(name), name, STRING))
+      file.write(struct.pack(f"<Q{len(content)}s", len(content), content))
+    offset = 0
+    for tensor in tensors:
+      name, rank = tensor.name.encode(), len(tensor.shape)
+      file.write(struct.pack(f"<Q{len(name)}sI", len(name), name, rank))
+      file.write(struct.pack(f"<{rank}QIQ", *reversed(tensor.shape), tensor.kind, offset))
+      offset += -(-tensor.nbytes // header.alignment) * header.alignment
+    for tensor in tensors:
+      _pad(file, header.alignment)
+      for chunk in tensor.chunks:
+        file.write(chunk)
+    _pad(file, header.alignment)
 
 
 def gguf_source(path: str | pathlib.Path, kind: str, head_kind: str | None = None) -> ModelSource:

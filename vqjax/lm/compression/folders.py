@@ -5,23 +5,24 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import json
 import math
 import os
 import pathlib
 import resource
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from vqjax.lm import checkpoints, records
-from vqjax.lm.checkpoints.loading import write_folder
-from vqjax.lm.compression.calibration import SEED, collect
-from vqjax.lm.compression.exports import ROWS, copy_folder
+from vqjax.lm.checkpoints.loading import variable_sources, write_folder
+from vqjax.lm.compression.calibration import SEED, collect, own_text, zipf_counts
+from vqjax.lm.compression.decoder_tables import DecoderTables
+from vqjax.lm.compression.exports import ROWS, NewTensor, copy_folder, rewrite_gguf
 from vqjax.lm.compression.judging import (
   TABLES,
   Reference,
@@ -31,16 +32,26 @@ from vqjax.lm.compression.judging import (
   tables_of,
   with_tables,
 )
-from vqjax.lm.compression.search import CLOSE_SIZE, COMPRESSIONS, Compression, Point, Tables, search
 from vqjax.lm.jobs import ProgressBars, check_free, open_work, work_of
+from vqjax.lm.models import Transformer
 from vqjax.lm.sources import readers
+from vqjax.lm.sources.families import family_of
 from vqjax.lm.sources.readers import check_not_compressed
-from vqjax.lm.texts import WINDOW, check_tokens, check_window, counts_of, encode_texts, text_windows
-from vqjax.outputs import check_output, copied_file, new_output, publish, write_text
-from vqjax.tables import Moments, container, gguf_types
+from vqjax.lm.texts import (
+  WINDOW,
+  TextWindows,
+  check_tokens,
+  check_window,
+  counts_of,
+  encode_texts,
+  text_windows,
+)
+from vqjax.outputs import atomic_file, check_output, copied_file, new_output, publish, write_text
+from vqjax.tables import Moments, byte_budget, container, gguf_types
 from vqjax.tables.coded import SMOOTHING
 from vqjax.tables.grids import check_rows
 from vqjax.tables.moments import SHRINKAGE
+from vqjax.tables.search import CLOSE_SIZE, Point, Tables, search
 
 __all__ = ["read_moments"]
 
@@ -64,7 +75,7 @@ class CompressionJob:
 
   Attributes:
     model: path of the pretrained model.
-    texts: files of text by the names of their domains.
+    texts: texts by the names of their domains; empty: the model writes its own.
     out: folder to be written.
     kl: bound of the divergence on calibration text, nats a token; or
     size: bound of the bytes of all tables.
@@ -75,8 +86,9 @@ class CompressionJob:
     search_tokens: tokens of calibration text on which a step is judged.
     held_out_tokens: tokens on which the result is judged.
     window: tokens of a window.
-    dtype: number format in which the model is loaded and the rest of it is written.
+    dtype: number format in which the model is loaded.
     runtime: name of the form of the tables in memory, one of `checkpoints.RUNTIMES`.
+    compares: compare with block types of GGUF.
   """
 
   model: pathlib.Path
@@ -92,11 +104,12 @@ class CompressionJob:
   window: int = WINDOW
   dtype: str = "float32"
   runtime: str = container.UNPACKED
+  compares: bool = False
 
   def identity(self) -> str:
     """A hash of everything that the kept work depends on; the bound is not part of it."""
     facts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    for name in ("kl", "size", "out", "search_tokens", "held_out_tokens"):
+    for name in ("kl", "size", "out", "search_tokens", "held_out_tokens", "compares"):
       del facts[name]
     # What another version computes may differ.
     facts["format"] = WORK_FORMAT
@@ -141,11 +154,17 @@ def compress_model(job: CompressionJob, loaded: Any, say: Callable[[str], None])
     check_rows(table, name)
   check_finite(variables)
   work = work_of(job.out)
-  calibration, held_out, counts = _texts(job, tokenizer, model)
+  source = readers.open_source(job.model)
+  before = _stored_tables(source, model)
+  _check_smaller(job.size or 0, before, "--bytes")
   with open_work(work, job.identity()), ProgressBars() as bars:
+    if job.texts:
+      calibration, held_out, counts = _texts(job, tokenizer, model)
+    else:
+      first = _begin(source, tokenizer)
+      calibration, held_out, counts = _own_texts(job, work, loaded, first, bars)
     moments = _moments(job, work, model, variables, calibration, counts, bars)
-    kind = COMPRESSIONS.get(job.runtime, Compression)
-    compression = kind(model, variables, moments, runtime)
+    compression = DecoderTables(model, variables, moments, job.runtime)
     tokens = job.search_tokens
     reference = None
     own = calibration.tokens.shape[1] - 2  # tokens of a window that are judged
@@ -168,26 +187,31 @@ def compress_model(job: CompressionJob, loaded: Any, say: Callable[[str], None])
       kl=job.kl,
       size=job.size,
       points=known,
-      step=compression.first_step,
-      limits=compression.limits,
+      step=compression.made.first_step,
+      limits=compression.made.limits,
     )
-    step, tables, coded = compression.coded(best.step, job.size, bars("coding"))
+    step, tables, coded = compression.made.coded(best.step, job.size, bars("coding"))
     seconds = time.monotonic() - begin
     sizes = {name: sum(a.nbytes for a in parts.values()) for name, parts in coded.items()}
+    _check_smaller(sum(sizes.values()), before, "--kl" if job.size is None else "--bytes")
     student = compression.variables_of(tables)
     del tables
     some = held_out.take(-(-job.held_out_tokens // own))
     judge = Reference(model, variables, some)
     (found,) = judge.compare([student], bars("held-out text"))
     del student
-    beside = _in_block_types(compression, judge, bars("block types of GGUF"))
+    beside = {}
+    if job.compares:
+      beside = _in_block_types(compression, judge, bars("block types of GGUF"))
     result = {
       "step": step,
       "tables": {
-        name: {"shape": list(compression.tables[name].shape), "bytes": size}
+        name: {"shape": list(compression.made.tables[name].shape), "bytes": size}
         for name, size in sizes.items()
       },
       "bytes": sum(sizes.values()),
+      "bytes_before": sum(tensor.nbytes for _, tensor in before.values()),
+      "formats_before": sorted({tensor.format for _, tensor in before.values()}),
       "parts": {n: {part: a.nbytes for part, a in parts.items()} for n, parts in coded.items()},
       "calibration_kl": best.kl,
       "held_out": summary(found, some),
@@ -198,8 +222,81 @@ def compress_model(job: CompressionJob, loaded: Any, say: Callable[[str], None])
       "seconds": round(seconds, 1),
       "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-    _write(job, work, loaded, coded, result)
+    _write(job, work, source, loaded, coded, result)
   return result
+
+
+def _stored_tables(
+  source: readers.ModelSource, model: Transformer
+) -> dict[str, tuple[str, readers.Tensor]]:
+  """The full names and the tensors of a model's tables in its files."""
+  found, prefix = variable_sources(source, model), family_of(source.config).prefix
+  tables = {}
+  for part in TABLES if model.head.embedding is None else TABLES[:1]:
+    ((name, tensor),) = found[part, "weight"].tensors
+    tables[part] = prefix + name if prefix + name in source.tensors else name, tensor
+  return tables
+
+
+def _check_smaller(
+  size: int, before: Mapping[str, tuple[str, readers.Tensor]], option: str
+) -> None:
+  """Raise ValueError unless tables take fewer bytes than the model's files have of them."""
+  own = sum(tensor.nbytes for _, tensor in before.values())
+  if size >= own:
+    formats = ", ".join(sorted({tensor.format for _, tensor in before.values()}))
+    raise ValueError(
+      f"`{option}` must give tables of less than the {own:,} bytes that they have in the file"
+      f" ({formats}); got {size:,}. Give a larger divergence or fewer bytes, or keep the model."
+    )
+
+
+def _begin(source: readers.ModelSource, tokenizer: Any) -> list[int]:
+  """The tokens that begin every text; those of the metadata where no tokenizer is known."""
+  if tokenizer is not None:
+    return list(tokenizer.encode(""))
+  facts = {"bos": source.metadata.get("tokenizer.ggml.bos_token_id")}
+  if source.kind == "safetensors":
+    facts["bos"] = source.config.get("bos_token_id")
+  return [facts["bos"]] if type(facts["bos"]) is int else []
+
+
+OWN_TEXT = "its own text"
+"""Name of the domain of text that a model wrote itself."""
+
+OWN_WINDOW = 128
+"""Most tokens of a window of such text: each takes a pass of the model."""
+
+MOST_OWN_TOKENS = 2**13
+"""Most tokens that a model writes itself: they take longer than reading so many."""
+
+
+def _own_texts(job, work, loaded, begin, bars):
+  """Windows to calibrate with and to judge by, and counts, of text that the model writes itself."""
+  model, variables, tokenizer = loaded
+  length = min(job.window, model.context, OWN_WINDOW)
+  check_window(length)
+  kept = work / "own_text.npy"
+  if kept.is_file():
+    tokens = np.load(kept)
+  else:
+    count = max(10 * length, min(job.hidden_tokens * 5 // 4, MOST_OWN_TOKENS))
+    progress = bars("text of its own")
+    tokens = own_text(
+      model, variables, begin, count, length, tokenizer=tokenizer, progress=progress
+    )
+    with atomic_file(kept) as file:
+      np.save(file, tokens)
+  cut = len(tokens) * 4 // 5
+  made = [
+    TextWindows(some, np.zeros(len(some), np.int64), (OWN_TEXT,))
+    for some in (tokens[:cut], tokens[cut:])
+  ]
+  vocab = model.head.vocab
+  counts = np.bincount(made[0].tokens.ravel(), minlength=vocab).astype(np.float64)
+  # So little text has few of the tokens: by rank, the others have a share too.
+  share = zipf_counts(vocab)
+  return *made, (counts + share * (counts.sum() / share.sum())) / 2
 
 
 def _job_settings(job: CompressionJob, moments: Moments) -> dict[str, Any]:
@@ -240,12 +337,11 @@ def check_paths(job: CompressionJob) -> None:
     read_moments(job.moments)
   # What the tables take is exactly known when they are coded, minutes later.
   parts = checkpoints.inspect(job.model).parts
-  copied = sum(part.params for part in parts if part.name not in TABLES)
+  copied = sum(part.bytes for part in parts if part.name not in TABLES)
   least = _least_bytes(job.size, sum(part.params for part in parts if part.name in TABLES))
   # Half a model that an interrupted call wrote is removed first.
   left = sum(file.stat().st_size for file in (work_of(job.out) / "model").glob("*"))
-  weights = copied * jnp.dtype(job.dtype).itemsize + least
-  check_free(job.out.absolute().parent, weights - left)
+  check_free(job.out.absolute().parent, copied + least - left)
 
 
 def _append(path, point, tokens, checksums):
@@ -315,14 +411,17 @@ class TensorJob:
   Attributes:
     model: a folder of safetensors, of any architecture.
     out: folder to be written.
-    size: bound of the bytes of all tables.
-    moments: files of moments by the names of the tensors that are compressed, [V, D] each.
+    size: bound of the bytes of all tables, as of `byte_budget`.
+    moments: files of moments by the names of the tensors that are compressed, [V, D] each; None for
+      one whose use is unknown.
+    counts: occurrences of tokens for such tensors, [V]; None: all alike.
   """
 
   model: pathlib.Path
   out: pathlib.Path
-  size: int
-  moments: Mapping[str, pathlib.Path]
+  size: int | str
+  moments: Mapping[str, pathlib.Path | None]
+  counts: np.ndarray | None = None
 
 
 def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, Any]:
@@ -343,7 +442,7 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
       f"`--table` needs a folder of safetensors; got {job.model}, which is {source.kind}. Leave it"
       " out, and give `--text`."
     )
-  moments = {name: read_moments(path) for name, path in job.moments.items()}
+  moments = {name: path and read_moments(path) for name, path in job.moments.items()}
   of_two_axes = [name for name, tensor in source.tensors.items() if len(tensor.shape) == 2]
   for name in moments:
     if name not in of_two_axes:
@@ -352,11 +451,17 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
         f"`--table` must be a tensor [V, D] of {job.model}; got {name}. Similar names:"
         f" {', '.join(near)}."
       )
-    moments[name].check(*source.tensors[name].shape)
+    vocab, dim = source.tensors[name].shape
+    if moments[name] is None:
+      counts = np.ones(vocab) if job.counts is None else job.counts
+      moments[name] = Moments(np.eye(dim), counts, 1)
+    moments[name].check(vocab, dim)
+  before = {name: (name, source.tensors[name]) for name in moments}
+  size = byte_budget(job.size, sum(tensor.nbytes for _, tensor in before.values()))
   others = sum(tensor.nbytes for name, tensor in source.tensors.items() if name not in moments)
   numbers = sum(math.prod(source.tensors[name].shape) for name in moments)
   folder = job.out.absolute().parent
-  check_free(folder, others + _least_bytes(job.size, numbers))
+  check_free(folder, others + _least_bytes(size, numbers))
   tables = {}
   for name in moments:
     tensor = source.tensors[name]
@@ -374,13 +479,11 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
     say(f"step {step:.4g}: {point.bytes:,} bytes")
     return point
 
-  best, _ = search(measure, size=job.size, limits=made.limits)
+  best, _ = search(measure, size=size, limits=made.limits)
   with ProgressBars() as bars:
-    step, coded = made.coded(best.step, job.size, bars("coding"))[::2]
+    step, coded = made.coded(best.step, size, bars("coding"))[::2]
   sizes = {name: sum(array.nbytes for array in parts.values()) for name, parts in coded.items()}
-  replaced = lambda name, _: {
-    name + container.SEPARATOR + part: array for part, array in coded[name].items()
-  }
+  _check_smaller(sum(sizes.values()), before, "--bytes")
   manifest = {
     "format": container.FORMAT,
     "version": container.VERSION,
@@ -391,6 +494,7 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
     "report": {
       "step": step,
       "bytes": sum(sizes.values()),
+      "bytes_before": sum(tensor.nbytes for _, tensor in before.values()),
       "parts": {n: {part: a.nbytes for part, a in parts.items()} for n, parts in coded.items()},
       "seconds": round(time.monotonic() - begin, 1),
       "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -399,7 +503,7 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
   check_free(folder, others + sum(sizes.values()))
   with new_output(job.out, "--out", folder=True) as partial:
     try:
-      copy_folder(source, partial, lambda n, t: replaced(n, t) if n in coded else None)
+      copy_folder(source, partial, lambda name, _: _parts_of(name, coded.get(name)))
     except Exception as error:  # safetensors has an error of its own for a failed write
       raise records.disk_error(error, partial) from error
     records.write(partial / container.MANIFEST, manifest)
@@ -414,14 +518,36 @@ def _least_bytes(size: int | None, numbers: int) -> int:
   return 0 if size is None else int(min(CLOSE_SIZE * size, numbers))
 
 
-def _write(job, work, loaded, coded, result):
+def _parts_of(name: str, parts: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray] | None:
+  """The parts of a compressed table by the names of their tensors; None for another tensor."""
+  if parts is None:
+    return None
+  return {name + container.SEPARATOR + part: array for part, array in parts.items()}
+
+
+def _write(job, work, source, loaded, coded, result):
   """Write the folder beside its place, and move it there."""
   model, variables, tokenizer = loaded
-  body = jax.tree.leaves({k: v for k, v in variables["params"].items() if k not in coded})
-  check_free(work, result["bytes"] + sum(x.nbytes for x in body))
-  folder = work / "model"
+  stored = _stored_tables(source, model)
+  names = {name: part for part, (name, _) in stored.items()}
+  others = sum(tensor.nbytes for name, tensor in source.tensors.items() if name not in names)
+  check_free(work, result["bytes"] + others)
+  folder, tensors = work / "model", {part: name for name, part in names.items()}
   try:
-    tensors = write_folder(folder, model, variables, tokenizer, compressed=coded)
+    if source.kind == "safetensors":
+      is_tied = model.head.embedding is not None
+
+      def replaced(name, _):
+        # A tied head that the files have too is the embedding.
+        is_head = is_tied and name == readers.HEAD and name not in names
+        return {} if is_head else _parts_of(name, coded.get(names.get(name)))
+
+      copy_folder(source, folder, replaced)
+    elif source.kind == "gguf":
+      folder.mkdir()
+      _write_gguf(source.path, folder / "model.gguf", stored, coded, job.runtime)
+    else:
+      tensors = write_folder(folder, model, variables, tokenizer, compressed=coded)
   except Exception as error:  # safetensors has an error of its own for a failed write
     raise records.disk_error(error, folder) from error
   tables = {n: {"tensor": tensors[n]} | result["tables"][n] for n in coded}
@@ -435,17 +561,40 @@ def _write(job, work, loaded, coded, result):
   shutil.rmtree(work, ignore_errors=True)
 
 
+def _write_gguf(
+  path: pathlib.Path,
+  out: pathlib.Path,
+  stored: Mapping[str, tuple[str, readers.Tensor]],
+  coded: Mapping[str, Mapping[str, np.ndarray]],
+  runtime: str,
+) -> None:
+  """Write a GGUF again with compressed tables; only this library reads it."""
+  types = readers.import_checkpoints_extra("gguf").GGMLQuantizationType
+  kinds = {np.dtype(dtype): int(types[name]) for name, dtype in readers.PART_DTYPES.items()}
+  replaced, sums = {}, {}
+  for part, (name, _) in stored.items():
+    arrays = {n: np.ascontiguousarray(x) for n, x in _parts_of(name, coded[part]).items()}
+    sums |= {n: zlib.crc32(x) for n, x in arrays.items()}
+    replaced[name] = [
+      NewTensor(n, x.shape, kinds[x.dtype], x.nbytes, [x.tobytes()]) for n, x in arrays.items()
+    ]
+  facts = {"format": container.FORMAT, "version": container.VERSION, "runtime": runtime}
+  facts |= {"tables": {part: name for part, (name, _) in stored.items()}, "crc32": sums}
+  rewrite_gguf(path, out, replaced, {readers.TABLES_KEY: json.dumps(facts)})
+
+
 def _report(job: CompressionJob, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
   """The report page of a compressed folder, in Markdown."""
   line = lambda *cells: "| " + " | ".join(map(str, cells)) + " |"
   cell = lambda text: repr(text)[1:-1].replace("|", "\\|")
   held = result["held_out"]
-  before = sum(4 * math.prod(table["shape"]) for table in result["tables"].values())
+  before, formats = result["bytes_before"], ", ".join(result["formats_before"])
   lines = [
     f"# {job.out.name}",
     "",
     f"The vocabulary tables take {result['bytes']:,} bytes, {before / result['bytes']:.1f} times"
-    f" less than in float32. On {held['tokens']:,} held-out tokens the mean divergence from the"
+    f" less than the {before:,} of the model's file ({formats}). On {held['tokens']:,} held-out"
+    f" tokens{'' if job.texts else ' that the model wrote itself'} the mean divergence from the"
     f" original model is {held['kl']:.5f} nats a token. Compressing took {result['seconds']:.0f} s"
     f" and {result['peak_bytes'] / 1e9:.2f} GB of memory. When the folder is"
     f" loaded, the tables are {checkpoints.RUNTIMES[job.runtime].described}.",
@@ -519,7 +668,7 @@ def _report(job: CompressionJob, result: Mapping[str, Any], sizes: Mapping[str, 
 
 
 def _in_block_types(
-  compression: Compression, judge: Reference, progress: Callable[[float], None]
+  compression: DecoderTables, judge: Reference, progress: Callable[[float], None]
 ) -> dict[str, dict[str, Any]]:
   """Bytes and divergence of the tables in each block type of GGUF that suits their width.
 
@@ -531,10 +680,10 @@ def _in_block_types(
     import gguf
   except ImportError:
     return {}
-  metrics = {name: moments.metric() for name, moments in compression.moments.items()}
+  metrics = {name: moments.metric() for name, moments in compression.made.moments.items()}
   ways = []
   for name, kind in gguf_types.TYPES.items():
-    if not any(table.shape[1] % kind.block for table in compression.tables.values()):
+    if not any(table.shape[1] % kind.block for table in compression.made.tables.values()):
       ways.append((name, name, {}))
       # With 8 bits there is next to nothing to choose; levels at unequal distances take minutes.
       if len(kind.grid.levels) < 2**7 and kind.grid.is_uniform:
@@ -542,7 +691,7 @@ def _in_block_types(
   found = {}
   for number, (title, name, metric) in enumerate(ways):
     size, tables = 0, {}
-    for owner, table in compression.tables.items():
+    for owner, table in compression.made.tables.items():
       tables[owner] = np.empty_like(table)
       for first in range(0, len(table), ROWS):
         packed = gguf_types.encode_blocks(name, table[first : first + ROWS], metric.get(owner))

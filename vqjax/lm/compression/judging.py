@@ -138,6 +138,7 @@ def hardest(
 ) -> list[dict[str, Any]]:
   """The tokens before which the distributions differ most."""
   kl = found["kl"]
+  decode = str if tokenizer is None else tokenizer.decode
   order = np.argsort(-kl, axis=None)[:count]
   rows = []
   for window, at in zip(*np.unravel_index(order, kl.shape)):
@@ -145,8 +146,8 @@ def hardest(
     rows.append(
       {
         "domain": of.names[of.domain[window]],
-        "before": tokenizer.decode([int(t) for t in tokens[max(0, at - 6) : at + 2]]),
-        "token": tokenizer.decode([int(tokens[at + 2])]),
+        "before": decode([int(t) for t in tokens[max(0, at - 6) : at + 2]]),
+        "token": decode([int(tokens[at + 2])]),
         "kl": float(kl[window, at]),
       }
     )

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 from jaxtyping import Int
 
 from vqjax.lm import checkpoints, tokenizers
@@ -19,6 +18,7 @@ from vqjax.lm.checkpoints.loading import write_folder
 from vqjax.lm.generation import score
 from vqjax.lm.models import Transformer
 from vqjax.lm.sources.readers import (
+  ModelSource,
   check_not_compressed,
   import_checkpoints_extra,
   open_source,
@@ -364,9 +364,8 @@ def trim(
   found = vocabulary(tokenizer)
   ids = kept_tokens(found, counts, keep)
   model, variables, _ = checkpoints.load(path, dtype=dtype)
-  small, fewer = _without_rows(model, variables, ids)
-  table = next((t for n, t in source.tensors.items() if n.endswith(TABLES)), None)
-  written_dtype = {"F32": "float32", "F16": "float16"}.get(table and table.format, "bfloat16")
+  small, fewer = checkpoints.resize(model, variables, ids)
+  written_dtype = dtype_of_file(source)
   with new_output(out, folder=True) as partial:
     write_folder(partial, small, fewer, found.rebuilt(ids), dtype=written_dtype)
     _renumber_files(source.path if source.path.is_dir() else source.path.parent, partial, ids)
@@ -390,6 +389,12 @@ TABLES = ("embed_tokens.weight", "token_embd.weight", "wte.weight")
 """Ends of the names of embeddings in files."""
 
 
+def dtype_of_file(source: ModelSource) -> str:
+  """The number format of a model's embedding; bfloat16 for a quantised one."""
+  table = next((t for n, t in source.tensors.items() if n.endswith(TABLES)), None)
+  return {"F32": "float32", "F16": "float16"}.get(table and table.format, "bfloat16")
+
+
 def _split(text: str) -> tuple[str, str]:
   """The part of a text that is counted and the rest, cut at the end of a line or word."""
   at = int(len(text) * (1 - HELD_OUT))
@@ -399,18 +404,8 @@ def _split(text: str) -> tuple[str, str]:
   return text[:at], text[at:]
 
 
-def _without_rows(model: Transformer, variables: Any, ids: np.ndarray) -> tuple[Transformer, Any]:
-  """The decoder and its variables with these rows of the vocabulary layers only."""
-  embedding = model.embedding.clone(vocab=len(ids))
-  tied = embedding if model.head.embedding is not None else None
-  head = model.head.clone(vocab=len(ids), embedding=tied)
-  flat = traverse_util.flatten_dict(dict(variables))
-  fewer = {
-    names: value[ids] if names[1] in ("embedding", "head") and value.shape[0] == model.head.vocab
-    else value
-    for names, value in flat.items()
-  }  # fmt: skip
-  return model.clone(embedding=embedding, head=head), traverse_util.unflatten_dict(fewer)
+LISTS_OF_IDS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
+"""Further keys of generation_config.json that hold tokens, or sequences of them."""
 
 
 def _renumber_files(source: pathlib.Path, folder: pathlib.Path, ids: np.ndarray) -> None:
@@ -430,10 +425,12 @@ def _renumber_files(source: pathlib.Path, folder: pathlib.Path, ids: np.ndarray)
   if (source / "generation_config.json").is_file():
     read = read_json(source / "generation_config.json")
     for key, value in list(read.items()):
-      if not key.endswith("_token_id") or value is None:
+      if value is None or not (key.endswith("_token_id") or key in LISTS_OF_IDS):
         continue
       old = value if isinstance(value, list) else [value]
-      new = [number_of[number] for number in old if number in number_of]
+      # A member may be a sequence of tokens, which is kept where all of them are.
+      kept = [m for m in old if number_of.keys() >= {*(m if isinstance(m, list) else [m])}]
+      new = [[number_of[n] for n in m] if isinstance(m, list) else number_of[m] for m in kept]
       read[key] = new if isinstance(value, list) else new[0] if new else None
     (folder / "generation_config.json").write_text(json.dumps(read, indent=2) + "\n", "utf-8")
 

@@ -259,9 +259,7 @@ def _query_key_values(model, params, x_BTD, position):
   one = _one_block(model)
 
   def of_block(block):
-    return block.query_key_values(
-      block.attention_norm(x_BTD), one.layer_inputs(), one.angles(position)
-    )
+    return block.query_key_values(x_BTD, one.layer_inputs(), one.angles(position))
 
   return one.block().apply({"params": params["block"]}, method=of_block)
 
@@ -270,12 +268,14 @@ def _finished(model, params, x_BTD, mixed):
   """The predicted hidden vectors, from the residual stream and what attention mixed."""
   given = {"params": params["block"]}, x_BTD, mixed, True
   x_BTD = model.block().apply(*given, method="feed_forward")
-  return model.norm.module(model.dtype).apply({"params": params["final_norm"]}, x_BTD)
+  normed_BTD = model.norm.module(model.dtype).apply({"params": params["final_norm"]}, x_BTD)
+  scale = 1.0 if model.final_scale is None else model.final_scale
+  return normed_BTD * jnp.asarray(scale, normed_BTD.dtype)
 
 
 def _one_block(model: Transformer) -> Transformer:
   """The decoder whose only block is of the model's kind, without a window."""
-  return model.clone(layers=1, window=None, local=None, local_rotary=None, parent=None)
+  return model.clone(layers=1, window=None, local=None, local_rotary=None, turned=None, parent=None)
 
 
 def initial_params(model: Transformer, variables: Variables, key: PRNGKeyArray) -> Params:

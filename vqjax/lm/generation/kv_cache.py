@@ -153,18 +153,19 @@ def prefill(
   def forward(model, blocks):
     position_T = jnp.arange(tokens.shape[1])
     x_BTD = model.embedded(model.embedding(tokens), position_T)
-    rings = []
+    # Padding does not make a text longer, on which some angles depend.
+    angles, rings = model.angles(jnp.minimum(position_T, length[:, None] - 1)), []
     for params, layer, slots in zip(blocks, _layers(model), slots_L):
       x_BTD, ring = model.block().apply(
         {"params": params},
-        *(x_BTD, layer, model.angles(position_T), length, slots),
+        *(x_BTD, layer, angles, length, slots),
         method=_of_prompt,
       )
       rings.append(ring)
     if all_positions:
-      return model.final_norm(x_BTD), tuple(rings)
+      return model.final(x_BTD), tuple(rings)
     last_BD = jnp.take_along_axis(x_BTD, (length - 1)[:, None, None], axis=1)[:, 0]
-    return model.final_norm(last_BD), tuple(rings)
+    return model.final(last_BD), tuple(rings)
 
   return model.apply(variables, variables["params"]["blocks"], method=forward)
 
@@ -231,7 +232,7 @@ def extend(
         {"params": params}, *(x_BTD, layer, angles, ring, length, step, tree), method=_of_tokens
       )
       extended.append(ring)
-    return model.final_norm(x_BTD), tuple(extended)
+    return model.final(x_BTD), tuple(extended)
 
   return model.apply(variables, variables["params"]["blocks"], method=forward)
 
@@ -249,7 +250,7 @@ def _layers(model: Transformer) -> list[BlockSettings]:
 def _of_prompt(
   block: Block, x_BTD: Array, layer: BlockSettings, angles: Angles | None, length: Array, slots: int
 ) -> tuple[Array, Ring]:
-  query, key, value = block.query_key_values(block.attention_norm(x_BTD), layer, angles)
+  query, key, value = block.query_key_values(x_BTD, layer, angles)
   mixed = attend_to_itself(query, key, value, layer.window, tiled=True, **_options(block))
   ring = Ring.of_prompt(key, value, length, slots)
   return block.feed_forward(x_BTD, mixed, deterministic=True), ring
@@ -265,7 +266,7 @@ def _of_tokens(
   step: Array,
   tree: DraftTree | None,
 ) -> tuple[Array, Ring]:
-  query, key, value = block.query_key_values(block.attention_norm(x_BTD), layer, angles)
+  query, key, value = block.query_key_values(x_BTD, layer, angles)
   ring = ring.extended(key, value, step)
   if tree is None:
     ahead_T, seen = jnp.arange(x_BTD.shape[1]), None

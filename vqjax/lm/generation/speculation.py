@@ -231,9 +231,9 @@ class EarlyExit(Drafter):
       )
     check_head(self.head, self.variables, model)
     local = None if model.window is None else model.is_local()[: self.layers]
-    return DrafterModules(
-      model.clone(layers=self.layers, local=local, parent=None), self.head, shares=True
-    )
+    turned = None if model.turned is None else model.turned[: self.layers]
+    body = model.clone(layers=self.layers, local=local, turned=turned, parent=None)
+    return DrafterModules(body, self.head, shares=True)
 
   def _variables(self, variables: Variables) -> dict[str, Variables]:
     params = variables["params"]

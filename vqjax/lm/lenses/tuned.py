@@ -110,7 +110,7 @@ def lens_divergence(
   gradient holds an array of the size of the vocabulary for all positions.
   """
   x_SBD = _translated(lens, streams).astype(model.dtype)
-  score = lambda m, x: m.head.over_blocks(divergence_from_last, m.final_norm(x))
+  score = lambda m, x: m.head.over_blocks(divergence_from_last, m.final(x))
   return model.apply(variables, x_SBD, method=score)
 
 
@@ -298,5 +298,5 @@ def _streams(variables, tokens, *, model):
 def _readings(variables, lens, x_SND, targets_N, *, model, k):
   x_SND = _translated(lens, x_SND).astype(model.dtype)
   body = lambda blocks, targets: readings(blocks, targets, k)
-  score = lambda m, x, targets: m.head.over_blocks(body, m.final_norm(x), targets)
+  score = lambda m, x, targets: m.head.over_blocks(body, m.final(x), targets)
   return model.apply(variables, x_SND, targets_N, method=score)

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vqjax.lm.models.attention import attend_to_itself
 from vqjax.lm.models.base import (
@@ -94,6 +95,7 @@ class Attention:
     scale: factor of the scores; None: head_dim^-1/2.
     softcap: largest absolute score; None: no cap.
     qk_norm: queries and keys are normalised in each head, before they are turned.
+    joint_norm: `qk_norm` normalises all heads as one vector, as in OLMo 2.
     qkv_bias: the projections to queries, keys and values have a bias.
     out_bias: the projection of the heads' outputs has a bias.
   """
@@ -103,6 +105,7 @@ class Attention:
   scale: float | None = None
   softcap: float | None = None
   qk_norm: bool = False
+  joint_norm: bool = False
   qkv_bias: bool = True
   out_bias: bool = True
 
@@ -130,11 +133,11 @@ class BlockSettings(NamedTuple):
 
   Attributes:
     window: number of positions that each attends to, its own included; None: all so far.
-    is_local: whether the block turns by the second of two tables of angles; None: there is one.
+    table: number of the table of angles by which the block turns; None: there is one.
   """
 
   window: Int[Array, "..."] | None = None
-  is_local: Bool[Array, "..."] | None = None
+  table: Int[Array, "..."] | None = None
 
 
 Angles = tuple[Float[Array, "..."], Float[Array, "..."]]
@@ -155,7 +158,9 @@ class Block(nn.Module):
     norm: the norm of the block.
     attention: the variant of self-attention.
     mlp: the variant of the feed-forward layer.
-    post_norms: each branch's output is normalised too, before it is added.
+    pre_norms: each branch's input is normalised.
+    post_norms: each branch's output is normalised, before it is added.
+    branch_scale: factor of each branch's output; None: 1.
   """
 
   dim: int
@@ -167,7 +172,9 @@ class Block(nn.Module):
   norm: LayerNorm | RMSNorm
   attention: Attention
   mlp: MLP
+  pre_norms: bool
   post_norms: bool
+  branch_scale: float | None
 
   def setup(self):
     normal = nn.initializers.normal
@@ -181,7 +188,6 @@ class Block(nn.Module):
     norm = lambda: self.norm.module(self.dtype)
     kv_heads, has_bias = self.attention.kv_heads, self.attention.qkv_bias
     width = self.attention.head_dim or self.dim // self.heads
-    self.attention_norm = norm()
     # An axis of their own lets the heads be sharded.
     if kv_heads is None:
       self.query_key_value = dense((3, self.heads, width), 0.02, use_bias=has_bias)
@@ -194,12 +200,13 @@ class Block(nn.Module):
     self.attention_out = dense(
       self.dim, self.residual_scale, axis=(-2, -1), use_bias=self.attention.out_bias
     )
-    self.mlp_norm = norm()
     inner, mlp_bias = self.mlp.width or 4 * self.dim, self.mlp.use_bias
     if self.mlp.gated:
       self.mlp_gate = dense(inner, 0.02, use_bias=mlp_bias)
     self.mlp_in = dense(inner, 0.02, use_bias=mlp_bias)
     self.mlp_out = dense(self.dim, self.residual_scale, use_bias=mlp_bias)
+    if self.pre_norms:
+      self.attention_norm, self.mlp_norm = norm(), norm()
     if self.post_norms:
       self.attention_post_norm, self.mlp_post_norm = norm(), norm()
     self.drop = nn.Dropout(self.dropout)
@@ -219,7 +226,7 @@ class Block(nn.Module):
       angles: the angles by which queries and keys are turned; None: they are not.
       deterministic: no dropout.
     """
-    query, key, value = self.query_key_values(self.attention_norm(x_BTD), layer, angles)
+    query, key, value = self.query_key_values(x_BTD, layer, angles)
     options = {"scale": self.attention.scale, "softcap": self.attention.softcap}
     mixed = attend_to_itself(query, key, value, layer.window, tiled=self.remat, **options)
     return self.feed_forward(x_BTD, mixed, deterministic), None
@@ -227,19 +234,31 @@ class Block(nn.Module):
   def query_key_values(
     self, x_BTD: Float[Array, "B T D"], layer: BlockSettings, angles: Angles | None
   ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
-    """Queries, keys and values of normalised vectors, turned by their positions."""
+    """Queries, keys and values of the residual stream, turned by their positions."""
+    if self.pre_norms:
+      x_BTD = self.attention_norm(x_BTD)
     if self.attention.kv_heads is None:
       parts = jnp.moveaxis(self.query_key_value(x_BTD), -3, 0)
     else:
       parts = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
     query, key, value = (constrain(part, ("batch", None, "heads", None)) for part in parts)
     if self.attention.qk_norm:
-      query, key = self.query_norm(query), self.key_norm(key)
+      query, key = self._normed(self.query_norm, query), self._normed(self.key_norm, key)
     if angles is not None:
-      number = 0 if layer.is_local is None else layer.is_local.astype(jnp.int32)
+      number = 0 if layer.table is None else layer.table
       cos, sin = (table[number] for table in angles)
       query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     return query, key, value
+
+  def _normed(self, norm: nn.Module, x_BTHC: Float[Array, "B T H C"]) -> Float[Array, "B T H C"]:
+    if not self.attention.joint_norm:
+      return norm(x_BTHC)
+    return norm(x_BTHC.reshape(*x_BTHC.shape[:-2], -1)).reshape(x_BTHC.shape)
+
+  def _added(self, x_BTD: Float[Array, "B T D"], branch_BTD, deterministic):
+    if self.branch_scale is not None:
+      branch_BTD = branch_BTD * jnp.asarray(self.branch_scale, self.dtype)
+    return constrain(x_BTD + self.drop(branch_BTD, deterministic), ROWS)
 
   def feed_forward(
     self, x_BTD: Float[Array, "B T D"], mixed: Float[Array, "B T H C"], deterministic: bool
@@ -248,8 +267,8 @@ class Block(nn.Module):
     mixed_BTD = self.attention_out(mixed)
     if self.post_norms:
       mixed_BTD = self.attention_post_norm(mixed_BTD)
-    x_BTD = constrain(x_BTD + self.drop(mixed_BTD, deterministic), ROWS)
-    normed_BTD = self.mlp_norm(x_BTD)
+    x_BTD = self._added(x_BTD, mixed_BTD, deterministic)
+    normed_BTD = self.mlp_norm(x_BTD) if self.pre_norms else x_BTD
     inner_BTF = constrain(self.mlp_in(normed_BTD), INNER)
     # Recomputed from its input, gelu keeps no tanh [B, T, 4·D] for the backward pass.
     activation = jax.checkpoint(self.mlp.activation) if self.remat else self.mlp.activation
@@ -260,7 +279,7 @@ class Block(nn.Module):
     mlp_BTD = self.mlp_out(inner_BTF)
     if self.post_norms:
       mlp_BTD = self.mlp_post_norm(mlp_BTD)
-    return constrain(x_BTD + self.drop(mlp_BTD, deterministic), ROWS)
+    return self._added(x_BTD, mlp_BTD, deterministic)
 
   def axes(self) -> dict:
     """Logical axes of the parameters of the block."""
@@ -270,7 +289,7 @@ class Block(nn.Module):
     )
     qkv = lambda *axes: biased(self.attention.qkv_bias, ("embed", *axes), axes)
     mlp = lambda *axes: biased(self.mlp.use_bias, axes, axes[1:])
-    names = ["attention_norm", "mlp_norm"]
+    names = ["attention_norm", "mlp_norm"] if self.pre_norms else []
     names += ["query_norm", "key_norm"] if self.attention.qk_norm else []
     names += ["attention_post_norm", "mlp_post_norm"] if self.post_norms else []
     axes = dict.fromkeys(names, norm)
@@ -315,10 +334,14 @@ class Transformer(LanguageModel):
     norm: the norms, a `LayerNorm` or an `RMSNorm`.
     attention: the variant of self-attention.
     mlp: the variant of the feed-forward layer.
-    post_norms: the output of each branch of a block is normalised too, before it is added.
+    pre_norms: the input of each branch of a block is normalised.
+    post_norms: the output of each branch of a block is normalised, before it is added.
+    branch_scale: factor of the output of each branch, rounded to `dtype`; None: 1.
     rotary: turns queries and keys by their positions; None: positions are learned vectors.
-    local_rotary: the same for local blocks; None: `rotary` is for all blocks.
+    local_rotary: turns those of local blocks; None: `rotary` is for all blocks.
+    turned: for each block whether it turns queries and keys; None: every one does.
     embedding_scale: factor of the embedding's vectors, rounded to `dtype`; None: 1.
+    final_scale: factor of the final hidden vectors, rounded to `dtype`; None: 1.
   """
 
   layers: int
@@ -332,10 +355,14 @@ class Transformer(LanguageModel):
   norm: LayerNorm | RMSNorm = LayerNorm()
   attention: Attention = Attention()
   mlp: MLP = MLP()
+  pre_norms: bool = True
   post_norms: bool = False
+  branch_scale: float | None = None
   rotary: Rotary | None = None
   local_rotary: Rotary | None = None
+  turned: tuple[bool, ...] | None = None
   embedding_scale: float | None = None
+  final_scale: float | None = None
 
   def setup(self):
     self._check_fields()
@@ -375,6 +402,11 @@ class Transformer(LanguageModel):
         f"`local_rotary` needs `rotary` and a `window`; got {self.rotary} and {self.window}. Give"
         " all three, or leave it out."
       )
+    if self.turned is not None and (self.rotary is None or len(self.turned) != self.layers):
+      raise ValueError(
+        f"`turned` must have an entry for each of {self.layers} blocks and needs `rotary`; got"
+        f" {len(self.turned)} entries and {self.rotary}. Give both, or neither."
+      )
     check_dropout(self.dropout)
     if self.attention.head_dim is None:
       check_heads(self.dim, self.heads)
@@ -405,7 +437,9 @@ class Transformer(LanguageModel):
       "norm": self.norm,
       "attention": self.attention,
       "mlp": self.mlp,
+      "pre_norms": self.pre_norms,
       "post_norms": self.post_norms,
+      "branch_scale": self.branch_scale,
     }
 
   def block(self) -> Block:
@@ -420,17 +454,24 @@ class Transformer(LanguageModel):
 
   def layer_inputs(self) -> BlockSettings:
     """The inputs of the scan over blocks."""
-    if self.window is None:
-      return BlockSettings()
-    local_L = jnp.array(self.is_local())
-    windows_L = jnp.where(local_L, min(self.window, self.context), self.context)
-    two_tables = self.local_rotary is not None
-    return BlockSettings(windows_L.astype(jnp.int32), local_L if two_tables else None)
+    window_L = table_L = None
+    local_L = np.array(self.is_local())
+    if self.window is not None:
+      window_L = np.where(local_L, min(self.window, self.context), self.context).astype(np.int32)
+    if self.local_rotary is not None or self.turned is not None:
+      # The last table turns by nothing.
+      kinds_L = local_L & (self.local_rotary is not None)
+      none = 1 + (self.local_rotary is not None)
+      table_L = np.where(self.turned or (True,) * self.layers, kinds_L, none).astype(np.int32)
+    return BlockSettings(*(x if x is None else jnp.asarray(x) for x in (window_L, table_L)))
 
   def angles(self, position: Int[Array, "*b T"]) -> Angles | None:
     """Cosines and sines of the positions, [kinds, *b, T, C / 2]; None without `rotary`."""
     kinds = [kind for kind in (self.rotary, self.local_rotary) if kind is not None]
     tables = [kind.table(position, self._head_dim()) for kind in kinds]
+    if self.turned is not None:
+      cos, sin = tables[0]
+      tables.append((jnp.ones_like(cos), jnp.zeros_like(sin)))
     return tuple(map(jnp.stack, zip(*tables))) if tables else None
 
   def embedded(
@@ -444,6 +485,13 @@ class Transformer(LanguageModel):
       x_BTD = x_BTD + self.position[position].astype(self.dtype)
     return x_BTD
 
+  def final(self, x_BTD: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """Final hidden vectors, from the residual stream after the last block."""
+    normed_BTD = self.final_norm(x_BTD)
+    if self.final_scale is None:
+      return normed_BTD
+    return normed_BTD * jnp.asarray(self.final_scale, self.dtype)
+
   def body(self, vectors: Float[Array, "B T D"], deterministic: bool) -> Float[Array, "B T D"]:
     """Final hidden vectors, after positions, blocks and the final norm."""
     length = vectors.shape[1]
@@ -455,7 +503,7 @@ class Transformer(LanguageModel):
     position_T = jnp.arange(length)
     x_BTD = constrain(self.drop(self.embedded(vectors, position_T), deterministic), ROWS)
     x_BTD, _ = self.blocks(x_BTD, self.layer_inputs(), self.angles(position_T), deterministic)
-    return constrain(self.final_norm(x_BTD), ROWS)
+    return constrain(self.final(x_BTD), ROWS)
 
   def own_axes(self) -> dict:
     """Logical axes of positions, blocks and the final norm."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-__all__ = ["LinearScaling", "Llama3", "Rotary", "Yarn"]
+__all__ = ["Dynamic", "LinearScaling", "Llama3", "LongRope", "Rotary", "Yarn"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class LinearScaling:
   magnitude = 1.0
   """Factor of cosines and sines."""
 
-  def __call__(self, frequency: np.ndarray, base: float) -> np.ndarray:
+  def __call__(self, frequency: np.ndarray, base: float, length: Int[Array, ""]) -> np.ndarray:
     """The scaled frequencies."""
-    del base
+    del base, length
     return frequency / self.factor
 
 
@@ -49,9 +49,9 @@ class Llama3:
 
   magnitude = 1.0
 
-  def __call__(self, frequency: np.ndarray, base: float) -> np.ndarray:
+  def __call__(self, frequency: np.ndarray, base: float, length: Int[Array, ""]) -> np.ndarray:
     """The scaled frequencies."""
-    del base
+    del base, length
     turns = self.context * frequency / (2 * math.pi)
     kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
     return kept * frequency + (1 - kept) * frequency / self.factor
@@ -72,6 +72,7 @@ class Yarn:
     fast: turns within `context` above which a frequency is kept.
     slow: turns within `context` below which a frequency is divided.
     attention: factor of cosines and sines; None: that of the paper.
+    truncate: the ends of the ramp are whole numbers.
   """
 
   factor: float
@@ -79,19 +80,23 @@ class Yarn:
   fast: float = 32.0
   slow: float = 1.0
   attention: float | None = None
+  truncate: bool = True
 
   @property
   def magnitude(self) -> float:
     """Factor of cosines and sines, and so the square root of that of the scores."""
     return yarn_magnitude(self.factor) if self.attention is None else self.attention
 
-  def __call__(self, frequency: np.ndarray, base: float) -> np.ndarray:
+  def __call__(self, frequency: np.ndarray, base: float, length: Int[Array, ""]) -> np.ndarray:
     """The scaled frequencies."""
+    del length
     number = lambda turns: (
       len(frequency) * math.log(self.context / (turns * 2 * math.pi)) / math.log(base)
     )
-    first = max(math.floor(number(self.fast)), 0)
-    last = min(math.ceil(number(self.slow)), 2 * len(frequency) - 1)
+    first, last = number(self.fast), number(self.slow)
+    if self.truncate:
+      first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * len(frequency) - 1)
     divided = np.clip((np.arange(len(frequency)) - first) / max(last - first, 1e-3), 0, 1)
     return (1 - divided) * frequency + divided * frequency / self.factor
 
@@ -108,10 +113,64 @@ class Divisors:
 
   magnitude = 1.0
 
-  def __call__(self, frequency: np.ndarray, base: float) -> np.ndarray:
+  def __call__(self, frequency: np.ndarray, base: float, length: Int[Array, ""]) -> np.ndarray:
+    """The scaled frequencies."""
+    del base, length
+    return frequency / np.array(self.divisors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+  """A larger base for texts that are longer than `context`, as transformers' "dynamic" scaling.
+
+  The base grows with the length of the text, its largest position and 1.
+
+  Attributes:
+    factor: how much longer a text is for which the base is stretched by about as much.
+    context: length up to which nothing is changed.
+  """
+
+  factor: float
+  context: int
+
+  magnitude = 1.0
+
+  def __call__(
+    self, frequency: np.ndarray, base: float, length: Int[Array, ""]
+  ) -> Float[Array, "half"]:
     """The scaled frequencies."""
     del base
-    return frequency / np.array(self.divisors)
+    width = 2 * len(frequency)
+    length = jnp.maximum(length, self.context).astype(jnp.float32)
+    growth = self.factor * length / self.context - (self.factor - 1)
+    # Frequency i is base^(-2i/C), and the base grows by growth^(C/(C-2)).
+    power = np.arange(0, width, 2, dtype=np.float32) / (width - 2)
+    return np.float32(frequency) * growth**-power
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope:
+  """Frequencies divided by numbers of their own, others for long texts. Source: LongRoPE, 2024.
+
+  Attributes:
+    short: a divisor for each frequency, in texts of at most `context` tokens.
+    long: a divisor for each frequency, in longer texts.
+    context: positions that the model was trained with before its context was extended.
+    magnitude: factor of cosines and sines.
+  """
+
+  short: tuple[float, ...]
+  long: tuple[float, ...]
+  context: int
+  magnitude: float = 1.0
+
+  def __call__(
+    self, frequency: np.ndarray, base: float, length: Int[Array, ""]
+  ) -> Float[Array, "half"]:
+    """The scaled frequencies."""
+    del base
+    short, long = (np.float32(frequency / np.array(x)) for x in (self.short, self.long))
+    return jnp.where(length > self.context, long, short)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,29 +182,36 @@ class Rotary:
 
   Attributes:
     base: ratio of the first to the last frequency, almost.
-    scaling: a scaling of the frequencies, `LinearScaling`, `Llama3`, `Yarn` or `Divisors`; None:
-      none.
+    scaling: a scaling of the frequencies; None: none.
+    fraction: part of each head that is turned, from its first entry on; the rest stays.
   """
 
   base: float = 10_000.0
-  scaling: LinearScaling | Llama3 | Yarn | Divisors | None = None
+  scaling: LinearScaling | Llama3 | Yarn | Divisors | Dynamic | LongRope | None = None
+  fraction: float = 1.0
 
   def table(
     self, position: Int[Array, "*B T"], width: int
   ) -> tuple[Float[Array, "*B T half"], Float[Array, "*B T half"]]:
     """Cosines and sines of the angles of each position, float32."""
+    width = int(width * self.fraction)
     frequency, magnitude = self.base ** -(np.arange(0, width, 2) / width), 1.0
     if self.scaling is not None:
-      frequency, magnitude = self.scaling(frequency, self.base), self.scaling.magnitude
-    angle = position[..., None].astype(jnp.float32) * np.float32(frequency)
+      frequency = self.scaling(frequency, self.base, position.max() + 1)
+      magnitude = self.scaling.magnitude
+    angle = position[..., None].astype(jnp.float32) * jnp.asarray(frequency, jnp.float32)
     return magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
 
 
 def rotate(
   x_BTHC: Float[Array, "B T H C"], cos: Float[Array, "*b T half"], sin: Float[Array, "*b T half"]
 ) -> Float[Array, "B T H C"]:
-  """The vectors of each head, turned; computed in float32."""
-  first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
+  """The first entries of each head, turned, and the rest; computed in float32."""
+  width = 2 * cos.shape[-1]
+  first, second = jnp.split(x_BTHC[..., :width].astype(jnp.float32), 2, axis=-1)
   cos, sin = cos[..., None, :], sin[..., None, :]
   turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-  return turned.astype(x_BTHC.dtype)
+  turned = turned.astype(x_BTHC.dtype)
+  if width == x_BTHC.shape[-1]:
+    return turned
+  return jnp.concatenate([turned, x_BTHC[..., width:]], axis=-1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ class Rule:
     layout: the layouts of the tensor and of a block's variable.
     gguf_layout: the layouts in a GGUF; None: `layout`.
     gguf_offset: number that a GGUF has added to the parameter.
+    joined: the variables whose tensors are one tensor, joined along its first axis in this order;
+      (): it has a tensor of its own.
   """
 
   path: str
@@ -46,6 +49,7 @@ class Rule:
   layout: str
   gguf_layout: str | None = None
   gguf_offset: float = 0.0
+  joined: tuple[str, ...] = ()
 
   def tensor_name(self, kind: str) -> str:
     """The name of the tensor in a file of this kind."""
@@ -78,7 +82,13 @@ class Family:
   decoder: Callable[[Mapping[str, Any], Dtype], Transformer]
   config: Callable[[Transformer], dict[str, Any]]
   prefix: str = "model."
-  ignored: tuple[str, ...] = (".rotary_emb.inv_freq", "rope_freqs.weight", "angles")
+  ignored: tuple[str, ...] = (
+    ".rotary_emb.inv_freq",
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+    "angles",
+  )
 
 
 EMBEDDING = Rule("embedding/weight", "embed_tokens.weight", "token_embd.weight", "v d -> v d")
@@ -160,6 +170,21 @@ def _gated(interleaved: bool, offset: float, post_norms: bool) -> tuple[Rule, ..
     *attention,
     *mlp,
   )
+
+
+def _phi3_rules() -> tuple[Rule, ...]:
+  """The rules of Phi-3: projections that read the same vectors are one tensor."""
+  joined = {
+    "blocks/{}/kernel": (("query", "key", "value"), "self_attn.qkv_proj", "attn_qkv"),
+    "blocks/mlp_{}/kernel": (("gate", "in"), "mlp.gate_up_proj", "ffn_up"),
+  }
+  rules = {rule.path: rule for rule in _gated(interleaved=False, offset=0.0, post_norms=False)}
+  for path, (parts, name, gguf) in joined.items():
+    paths = tuple(path.format(part) for part in parts)
+    for path in paths:
+      name_and_gguf = {"name": f"layers.{{}}.{name}.weight", "gguf": f"blk.{{}}.{gguf}.weight"}
+      rules[path] = dataclasses.replace(rules[path], **name_and_gguf, joined=paths)
+  return tuple(rules.values())
 
 
 def _gpt2_rules() -> tuple[Rule, ...]:
@@ -258,36 +283,137 @@ def _gpt2_config(model: Transformer) -> dict[str, Any]:
   }
 
 
+def _llama_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
+  return _rotary_decoder(config, dtype)
+
+
+def _mistral_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
+  window = config["sliding_window"]
+  local = None if window is None else (True,) * config["num_hidden_layers"]
+  return _rotary_decoder(config, dtype, window=window, local=local)
+
+
+def _qwen2_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
+  attention = {"qkv_bias": True, "out_bias": False}
+  return _rotary_decoder(config, dtype, attention=attention, **_late_windows(config))
+
+
 def _qwen3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
-  windows = {}
+  return _rotary_decoder(config, dtype, attention={"qk_norm": True}, **_late_windows(config))
+
+
+def _late_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Windows of the blocks from `max_window_layers` on."""
+  if not (config["use_sliding_window"] and config["sliding_window"]):
+    return {}
+  local = _local(config, lambda layer: layer >= config["max_window_layers"])
+  return {"window": config["sliding_window"], "local": local}
+
+
+def _phi3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
+  name = next((n for n in ("rope_scaling", "rope_parameters") if config[n]), "rope_scaling")
+  rope = dict(config[name] or {})
+  if (rope.get("rope_type") or rope.get("type")) in ("su", "yarn"):
+    rope["rope_type"] = "longrope"  # as these were called before
+  if rope.get("rope_type") not in (None, "default"):
+    rope.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
+  window = config["sliding_window"]
+  local = None if window is None else (True,) * config["num_hidden_layers"]
+  return _rotary_decoder(config | {name: rope}, dtype, partial=True, window=window, local=local)
+
+
+def _smollm3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
+  layers, interval = config["num_hidden_layers"], config["no_rope_layer_interval"]
+  turned = config["no_rope_layers"] or [(n + 1) % interval != 0 for n in range(layers)]
+  turned, windows = tuple(map(bool, turned[:layers])), {}
+  if len(turned) != layers:
+    raise ValueError(
+      f"`no_rope_layers` must have an entry for each of {layers} blocks; got {len(turned)}"
+    )
   if config["use_sliding_window"] and config["sliding_window"]:
-    first = config["max_window_layers"]
-    windows = {
-      "window": config["sliding_window"],
-      "local": _local(config, lambda layer: layer >= first),
-    }
-  return _rotary_decoder(config, dtype, attention={"qk_norm": True}, **windows)
+    local = _local(config, lambda layer: not turned[layer])
+    windows = {"window": config["sliding_window"], "local": local}
+  return _rotary_decoder(config, dtype, turned=None if all(turned) else turned, **windows)
+
+
+def _olmo2_decoder(config: Mapping[str, Any], dtype: Dtype, **fields: Any) -> Transformer:
+  attention = {"qk_norm": True, "joint_norm": True}
+  return _rotary_decoder(
+    config, dtype, attention=attention, pre_norms=False, post_norms=True, **fields
+  )
+
+
+def _olmo3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
+  return _olmo2_decoder(
+    config,
+    dtype,
+    window=config["sliding_window"],
+    local=_local(config, lambda layer: (layer + 1) % 4 != 0),
+    # Only blocks that attend to all positions have a scaling.
+    local_rotary=_local_rotary(config, _theta(config)),
+  )
+
+
+def _granite_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
+  factor = lambda number: None if number == 1 else number
+  return _rotary_decoder(
+    config,
+    dtype,
+    attention={"scale": config["attention_multiplier"]},
+    embedding_scale=factor(config["embedding_multiplier"]),
+    branch_scale=factor(config["residual_multiplier"]),
+    final_scale=factor(1 / config["logits_scaling"]),
+  )
+
+
+def _gemma2_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
+  return _gemma_decoder(config, dtype, local=_local(config, lambda layer: layer % 2 == 0))
 
 
 def _gemma3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
   every = config["sliding_window_pattern"]
-  local_parameters = (config["rope_parameters"] or {}).get("sliding_attention") or {}
+  return _gemma_decoder(
+    config,
+    dtype,
+    attention={"qk_norm": True},
+    local=_local(config, lambda layer: (layer + 1) % every != 0),
+    local_rotary=_local_rotary(config, config["rope_local_base_freq"]),
+  )
+
+
+def _gemma_decoder(
+  config: Mapping[str, Any],
+  dtype: Dtype,
+  attention: Mapping[str, Any] | None = None,
+  **fields: Any,
+) -> Transformer:
+  own = {
+    "scale": config["query_pre_attn_scalar"] ** -0.5,
+    "softcap": config["attn_logit_softcapping"],
+  }
   return _rotary_decoder(
     config | {"hidden_act": config["hidden_activation"]},
     dtype,
-    attention={
-      "scale": config["query_pre_attn_scalar"] ** -0.5,
-      "softcap": config["attn_logit_softcapping"],
-      "qk_norm": True,
-    },
+    attention=own | dict(attention or {}),
     softcap=config["final_logit_softcapping"],
     offset=1.0,
     post_norms=True,
     embedding_scale=config["hidden_size"] ** 0.5,
     window=config["sliding_window"],
-    local=_local(config, lambda layer: (layer + 1) % every != 0),
-    local_rotary=_rotary({"rope_theta": config["rope_local_base_freq"]} | dict(local_parameters)),
+    **fields,
   )
+
+
+def _theta(config: Mapping[str, Any]) -> float | None:
+  """`rope_theta`, in old words or in new."""
+  rope = config["rope_parameters"] or {}
+  return (rope.get("full_attention") or rope).get("rope_theta") or config["rope_theta"]
+
+
+def _local_rotary(config: Mapping[str, Any], base: float | None) -> Rotary:
+  """The rotary embeddings of blocks with a window, whose base a config may name."""
+  own = (config["rope_parameters"] or {}).get("sliding_attention") or {}
+  return _rotary({"rope_theta": base} | dict(own))
 
 
 def _local(config: Mapping[str, Any], otherwise: Callable[[int], bool]) -> tuple[bool, ...]:
@@ -314,11 +440,12 @@ def _rotary_decoder(
   *,
   attention: Mapping[str, Any] | None = None,
   offset: float = 0.0,
+  partial: bool = False,
   **fields: Any,
 ) -> Transformer:
-  """A decoder of the families after Llama."""
+  """A decoder of the families after Llama; if `partial`, a part of each head may be turned."""
   dim, heads = config["hidden_size"], config["num_attention_heads"]
-  has_bias, parameters = config["attention_bias"], config["rope_parameters"] or {}
+  has_bias, parameters = bool(config["attention_bias"]), config["rope_parameters"] or {}
   if config["head_dim"] is None:
     _check_divides(config, "num_attention_heads", "hidden_size")
   if config["num_key_value_heads"] is not None:
@@ -329,20 +456,25 @@ def _rotary_decoder(
       f"`head_dim` must be even, for pairs of coordinates are turned; got {width}, or `hidden_size`"
       f" {dim} of {heads} heads"
     )
+  turn = _rotary(config | dict(parameters.get("full_attention") or parameters), width)
+  if turn.fraction != 1 and not partial:
+    raise ValueError(f"`partial_rotary_factor` must be 1; got {turn.fraction}")
+  biases = {"qkv_bias": has_bias, "out_bias": has_bias}
+  context = config["max_position_embeddings"]
+  if isinstance(turn.scaling, rotary.Dynamic):
+    context = int(context * turn.scaling.factor)
   return _decoder(
     config,
     dtype,
     dim,
     layers=config["num_hidden_layers"],
     heads=heads,
-    context=config["max_position_embeddings"],
+    context=context,
     norm=RMSNorm(config["rms_norm_eps"], offset),
     attention=Attention(
       kv_heads=config["num_key_value_heads"] or heads,
       head_dim=width,
-      qkv_bias=has_bias,
-      out_bias=has_bias,
-      **attention or {},
+      **biases | dict(attention or {}),
     ),
     mlp=MLP(
       width=config["intermediate_size"],
@@ -350,7 +482,7 @@ def _rotary_decoder(
       gated=True,
       use_bias=config["mlp_bias"],
     ),
-    rotary=_rotary(config | dict(parameters.get("full_attention") or parameters), width),
+    rotary=turn,
     **fields,
   )
 
@@ -369,19 +501,29 @@ def _rotary(config: Mapping[str, Any], width: int | None = None) -> Rotary:
   if kind is None and get("factor") is not None:
     raise ValueError("`rope_type` is missing beside the `factor` of a scaling")
   kind = kind or "default"
+  kind = "longrope" if kind == "su" else kind
+  fraction = get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
   needed = {
     "linear": ("factor",),
+    "dynamic": ("factor",),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
     "divisors": ("divisors",),
   }.get(kind, ())
   if absent := [key for key in needed if get(key) is None]:
     raise ValueError(f"`{absent[0]}` is missing, which `rope_type` {kind} needs")
-  if kind != "yarn" and get("attention_factor") is not None:
+  if kind not in ("yarn", "longrope") and get("attention_factor") is not None:
     raise ValueError(f"`attention_factor` must be left out with `rope_type` {kind}")
   make = {
     "default": lambda: None,
     "linear": lambda: rotary.LinearScaling(get("factor")),
+    "dynamic": lambda: rotary.Dynamic(get("factor"), config["max_position_embeddings"]),
+    "longrope": lambda: rotary.LongRope(
+      *(tuple(map(float, get(key))) for key in needed[:2]),
+      get("original_max_position_embeddings"),
+      _longrope_magnitude(get, config),
+    ),
     "llama3": lambda: rotary.Llama3(*map(get, needed)),
     "yarn": lambda: rotary.Yarn(
       get("factor"),
@@ -389,6 +531,7 @@ def _rotary(config: Mapping[str, Any], width: int | None = None) -> Rotary:
       get("beta_fast") or 32.0,
       get("beta_slow") or 1.0,
       _yarn_magnitude(get),
+      get("truncate") is not False,
     ),
     "divisors": lambda: rotary.Divisors(tuple(map(float, get("divisors")))),
   }
@@ -399,12 +542,27 @@ def _rotary(config: Mapping[str, Any], width: int | None = None) -> Rotary:
     )
   if isinstance(made, rotary.Yarn) and made.slow > made.fast:
     raise ValueError(f"`beta_slow` must not be above `beta_fast`; got {made.slow} and {made.fast}")
-  if isinstance(made, rotary.Divisors) and 2 * len(made.divisors) != width:
+  turned = None if width is None else int(width * fraction)
+  if turned is not None and (turned < 2 or turned % 2):
     raise ValueError(
-      f"`divisors` must have a number for each half of `head_dim`, {width}; got"
-      f" {len(made.divisors)}"
+      f"`partial_rotary_factor` must turn an even part of `head_dim` {width}; got {fraction}"
     )
-  return Rotary(float(base), made)
+  for key in needed:
+    if isinstance(get(key), list) and turned is not None and 2 * len(get(key)) != turned:
+      raise ValueError(
+        f"`{key}` must have a number for each pair of coordinates that is turned, {turned // 2};"
+        f" got {len(get(key))}"
+      )
+  return Rotary(float(base), made, fraction)
+
+
+def _longrope_magnitude(get: Callable[[str], Any], config: Mapping[str, Any]) -> float:
+  """The factor of cosines and sines that a config asks for, or that of the paper."""
+  context = get("original_max_position_embeddings")
+  if get("attention_factor") is not None:
+    return get("attention_factor")
+  factor = get("factor") or config["max_position_embeddings"] / context
+  return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
 
 
 def _yarn_magnitude(get: Callable[[str], float | None]) -> float | None:
@@ -442,13 +600,25 @@ def _rotary_config(turn: Rotary) -> dict[str, Any]:
     }
     if scaling.attention is not None:
       fields["attention_factor"] = scaling.attention
+    if not scaling.truncate:
+      fields["truncate"] = False
+  elif isinstance(scaling, rotary.Dynamic):
+    fields = {"rope_type": "dynamic", "factor": scaling.factor}
+  elif isinstance(scaling, rotary.LongRope):
+    fields = {
+      "rope_type": "longrope",
+      "short_factor": list(scaling.short),
+      "long_factor": list(scaling.long),
+      "original_max_position_embeddings": scaling.context,
+      "attention_factor": scaling.magnitude,
+    }
   # These words are read by all versions of transformers, `rope_parameters` by new ones only.
   return {"rope_theta": turn.base, "rope_scaling": fields}
 
 
 def _rotary_decoder_config(model: Transformer) -> dict[str, Any]:
   """The config of a decoder of the families after Llama."""
-  attention = model.attention
+  attention, scaling = model.attention, model.rotary.scaling
   return {
     "hidden_size": model.dim,
     "num_hidden_layers": model.layers,
@@ -456,7 +626,10 @@ def _rotary_decoder_config(model: Transformer) -> dict[str, Any]:
     "num_key_value_heads": attention.kv_heads,
     "head_dim": attention.head_dim or model.dim // model.heads,
     "intermediate_size": model.mlp.width or 4 * model.dim,
-    "max_position_embeddings": model.context,
+    # By a dynamic scaling it is the length up to which nothing is scaled.
+    "max_position_embeddings": (
+      scaling.context if isinstance(scaling, rotary.Dynamic) else model.context
+    ),
     "rms_norm_eps": model.norm.epsilon,
     "hidden_act": _name(model.mlp.activation, "silu"),
     "attention_bias": attention.qkv_bias,
@@ -465,8 +638,17 @@ def _rotary_decoder_config(model: Transformer) -> dict[str, Any]:
   }
 
 
-def _qwen3_config(model: Transformer) -> dict[str, Any]:
+def _window_config(model: Transformer) -> dict[str, Any]:
+  """The config of Mistral and Phi-3, all of whose blocks have a window, or none."""
+  if model.window is not None and not all(model.is_local()):
+    raise ValueError("all blocks must have the window")
+  return _rotary_decoder_config(model) | {"sliding_window": model.window}
+
+
+def _qwen_config(model: Transformer) -> dict[str, Any]:
   config = _rotary_decoder_config(model)
+  if model.attention.qkv_bias and not model.attention.out_bias:
+    del config["attention_bias"]  # of Qwen 2 it is part of the architecture
   if model.window is not None:
     config |= {
       "use_sliding_window": True,
@@ -476,18 +658,48 @@ def _qwen3_config(model: Transformer) -> dict[str, Any]:
   return config
 
 
-def _gemma3_config(model: Transformer) -> dict[str, Any]:
+def _phi3_config(model: Transformer) -> dict[str, Any]:
+  config = _window_config(model) | {"partial_rotary_factor": model.rotary.fraction}
+  if config["rope_scaling"] is not None:
+    context = config["rope_scaling"]["original_max_position_embeddings"]
+    config["original_max_position_embeddings"] = context
+  return config
+
+
+def _smollm3_config(model: Transformer) -> dict[str, Any]:
+  turned = model.turned or (True,) * model.layers
+  return _qwen_config(model) | {"no_rope_layers": list(map(int, turned))}
+
+
+def _olmo3_config(model: Transformer) -> dict[str, Any]:
   config = _rotary_decoder_config(model)
-  return config | {
+  return config | {"sliding_window": model.window, "layer_types": _layer_types(model)}
+
+
+def _granite_config(model: Transformer) -> dict[str, Any]:
+  width = model.attention.head_dim or model.dim // model.heads
+  return _rotary_decoder_config(model) | {
+    "attention_multiplier": model.attention.scale or width**-0.5,
+    "embedding_multiplier": model.embedding_scale or 1.0,
+    "residual_multiplier": model.branch_scale or 1.0,
+    "logits_scaling": 1 / (model.final_scale or 1.0),
+  }
+
+
+def _gemma2_config(model: Transformer) -> dict[str, Any]:
+  return _rotary_decoder_config(model) | {
     "hidden_activation": _name(model.mlp.activation, "gelu_pytorch_tanh"),
     # The power of the square root of n is exact for numbers such as 256, and close for others.
     "query_pre_attn_scalar": round((model.attention.scale or 1.0) ** -2),
     "sliding_window": model.window,
     "layer_types": _layer_types(model),
-    "rope_local_base_freq": model.local_rotary.base,
     "final_logit_softcapping": model.head.softcap,
     "attn_logit_softcapping": model.attention.softcap,
   }
+
+
+def _gemma3_config(model: Transformer) -> dict[str, Any]:
+  return _gemma2_config(model) | {"rope_local_base_freq": model.local_rotary.base}
 
 
 def _layer_types(model: Transformer) -> list[str]:
@@ -518,8 +730,24 @@ FAMILIES = {
       "LlamaForCausalLM",
       _gated(interleaved=True, offset=0.0, post_norms=False),
       schema.LlamaConfig,
-      _rotary_decoder,
+      _llama_decoder,
       _rotary_decoder_config,
+    ),
+    Family(
+      "mistral",
+      "MistralForCausalLM",
+      _gated(interleaved=True, offset=0.0, post_norms=False),
+      schema.MistralConfig,
+      _mistral_decoder,
+      _window_config,
+    ),
+    Family(
+      "qwen2",
+      "Qwen2ForCausalLM",
+      _gated(interleaved=False, offset=0.0, post_norms=False),
+      schema.Qwen2Config,
+      _qwen2_decoder,
+      _qwen_config,
     ),
     Family(
       "qwen3",
@@ -527,7 +755,55 @@ FAMILIES = {
       _gated(interleaved=False, offset=0.0, post_norms=False),
       schema.Qwen3Config,
       _qwen3_decoder,
-      _qwen3_config,
+      _qwen_config,
+    ),
+    Family(
+      "phi3",
+      "Phi3ForCausalLM",
+      _phi3_rules(),
+      schema.Phi3Config,
+      _phi3_decoder,
+      _phi3_config,
+    ),
+    Family(
+      "smollm3",
+      "SmolLM3ForCausalLM",
+      _gated(interleaved=True, offset=0.0, post_norms=False),
+      schema.SmolLM3Config,
+      _smollm3_decoder,
+      _smollm3_config,
+    ),
+    Family(
+      "olmo2",
+      "Olmo2ForCausalLM",
+      _gated(interleaved=False, offset=0.0, post_norms=True),
+      schema.Olmo2Config,
+      _olmo2_decoder,
+      _rotary_decoder_config,
+    ),
+    Family(
+      "olmo3",
+      "Olmo3ForCausalLM",
+      _gated(interleaved=False, offset=0.0, post_norms=True),
+      schema.Olmo3Config,
+      _olmo3_decoder,
+      _olmo3_config,
+    ),
+    Family(
+      "granite",
+      "GraniteForCausalLM",
+      _gated(interleaved=True, offset=0.0, post_norms=False),
+      schema.GraniteConfig,
+      _granite_decoder,
+      _granite_config,
+    ),
+    Family(
+      "gemma2",
+      "Gemma2ForCausalLM",
+      _gated(interleaved=False, offset=1.0, post_norms=True),
+      schema.Gemma2Config,
+      _gemma2_decoder,
+      _gemma2_config,
     ),
     Family(
       "gemma3_text",
@@ -542,14 +818,22 @@ FAMILIES = {
 """Families by the `model_type` of their config."""
 
 
+OTHERS = (
+  "Other architectures are not run here. Three lines compress their tables, the first of them"
+  ' optional: collect(model, batches, "moments"), the hook of docs/compression.md; vqjax compress'
+  " FOLDER --bytes 1/8 --table TENSOR [moments] --out small; vqjax.torch.load_tables(model,"
+  ' "small"). To run them, add a Family to vqjax/lm/sources/families.py.'
+)
+"""What an error says of architectures without a family."""
+
+
 def family_of(config: Mapping[str, Any], origin: Origin | None = None) -> Family:
   """The family of a config; ValueError with the known ones for an unknown architecture."""
   kind = config.get("model_type")
   if not isinstance(kind, str) or kind not in FAMILIES:
     raise dataclasses.replace(
       origin or Origin(),
-      remedy="Other architectures are not implemented: add a Family to"
-      " vqjax/lm/sources/families.py.",
+      remedy=OTHERS,
     ).error(f"`model_type` must be one of {', '.join(FAMILIES)}; got {shown(kind)}")
   return FAMILIES[kind]
 

@@ -13,6 +13,7 @@ import math
 import pathlib
 import struct
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -122,6 +123,36 @@ def open_source(path: str | pathlib.Path) -> ModelSource:
     f"`path` must be a folder with safetensors, a .gguf, or a .bin file of llama2.c; got {path}."
     " Files of PyTorch (.pt, .bin) are pickles, which are not read: save them as safetensors."
   )
+
+
+def read_tensors(path: str | pathlib.Path) -> tuple[str | None, dict[str, Tensor]]:
+  """The architecture and the tensors of any safetensors or GGUF, whether its model is known or not.
+
+  Compressed tables are in place of their parts.
+
+  Raises:
+    FileNotFoundError: there is no such file, or the folder has none.
+    ValueError: a file is damaged, or of another kind.
+  """
+  path = pathlib.Path(path)
+  if path.is_dir() and not any(path.glob("*.safetensors")) and (files := [*path.glob("*.gguf")]):
+    path = _only(path, files)
+  if path.suffix == ".gguf":
+    header, tensors = gguf_header(path), _gguf_tensors(path, gguf_header(path))[1]
+    kind = header.metadata.get("general.architecture")
+    return kind if isinstance(kind, str) else None, tensors
+  files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+  if not files or not files[0].is_file():
+    raise FileNotFoundError(
+      f"`path` must be a folder or file of safetensors, or a GGUF; got {path}. Download it first."
+    )
+  tensors = {name: tensor for file in files for name, tensor in _safetensors(file).items()}
+  folder = path if path.is_dir() else path.parent
+  if path.is_dir() and (folder / container.MANIFEST).is_file():
+    tensors = _decompressed(folder, container.read_manifest(folder), tensors)
+  config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+  kind = config.get("model_type")
+  return kind if isinstance(kind, str) else None, tensors
 
 
 def _only(path: pathlib.Path, files: list[pathlib.Path]) -> pathlib.Path:
@@ -347,16 +378,65 @@ def import_checkpoints_extra(module: str) -> ModuleType:
 
 def _read_gguf(path: pathlib.Path) -> ModelSource:
   """A GGUF: metadata, and tensors that may be quantised."""
-  gguf, header = import_checkpoints_extra("gguf"), gguf_header(path)
+  header = gguf_header(path)
+  runtime, tensors = _gguf_tensors(path, header)
+  config, origin = _gguf_config(path, header.metadata, tensors)
+  _check_gguf_tokenizer(header.metadata, origin)
+  return ModelSource(
+    path, "gguf", config, tensors, (path,), header.metadata, runtime=runtime, origin=origin
+  )
+
+
+def _gguf_tensors(path: pathlib.Path, header: Header) -> tuple[str, dict[str, Tensor]]:
+  """The form of the tables in memory, and the tensors, with tables in place of their parts."""
+  gguf = import_checkpoints_extra("gguf")
   tensors = {}
   for name, entry in header.entries.items():
     kind = gguf.GGMLQuantizationType(entry.kind)
     bytes_ = header.data[entry.first : entry.first + entry.nbytes]
     read = functools.partial(_rows, gguf, bytes_, kind, entry.shape)
     tensors[name] = Tensor(entry.shape, kind.name, entry.nbytes, read)
-  config, origin = _gguf_config(path, header.metadata, tensors)
-  _check_gguf_tokenizer(header.metadata, origin)
-  return ModelSource(path, "gguf", config, tensors, (path,), header.metadata, origin=origin)
+  runtime = container.UNPACKED
+  if TABLES_KEY in header.metadata:
+    manifest, tensors = _gguf_tables(path, header.metadata[TABLES_KEY], tensors)
+    runtime, tensors = manifest.runtime, _decompressed(path, manifest, tensors)
+  return runtime, tensors
+
+
+TABLES_KEY = "vqjax.tables"
+"""Key of a GGUF's metadata whose text is about its tables, as `vqjax.json` of a folder is."""
+
+PART_DTYPES = {"I8": np.uint8, "I16": np.uint16, "I32": np.int32, "F16": np.float16}
+"""Types of tensors of a GGUF -> number formats of the parts of compressed tables."""
+
+
+def _gguf_tables(
+  path: pathlib.Path, text: Any, tensors: dict[str, Tensor]
+) -> tuple[container.Manifest, dict[str, Tensor]]:
+  """What a GGUF says of its compressed tables; its tensors, with parts of tables as stored."""
+  try:
+    read = json.loads(text)
+    names, sums, runtime = read["tables"], read["crc32"], read["runtime"]
+    written = read["format"], read["version"]
+    parts = {name: tensor for name, tensor in tensors.items() if container.SEPARATOR in name}
+    if parts.keys() != sums.keys():
+      raise ValueError("other parts than it names")
+    for name, tensor in parts.items():
+      array = np.asarray(tensor.read(slice(None))).view(PART_DTYPES[tensor.format])
+      if zlib.crc32(np.ascontiguousarray(array)) != sums[name]:
+        raise ValueError(f"another checksum of {name}")
+      tensors = tensors | {name: _view(array, tensor.format)}
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    raise ValueError(
+      f"{path} must have the compressed tables that it was written with; got {error}. It is"
+      " damaged: copy it again."
+    ) from None
+  if written != (container.FORMAT, container.VERSION):
+    raise ValueError(
+      f"format and version of {path} must be {(container.FORMAT, container.VERSION)}; got"
+      f" {written}. Read it with the version of vqjax that wrote it."
+    )
+  return container.Manifest(names, runtime), tensors
 
 
 def gguf_header(path: pathlib.Path) -> Header:
@@ -402,7 +482,13 @@ def _rows(gguf, data: np.ndarray, kind, shape: tuple[int, ...], rows: slice) -> 
 
 GGUF_FAMILIES = {
   "llama": "llama",
+  "qwen2": "qwen2",
   "qwen3": "qwen3",
+  "phi3": "phi3",
+  "smollm3": "smollm3",
+  "olmo2": "olmo2",
+  "granite": "granite",
+  "gemma2": "gemma2",
   "gemma3": "gemma3_text",
   "gpt2": "gpt2",
 }
@@ -430,9 +516,19 @@ GGUF_KEYS = {
     "rope_theta": "rope.freq_base",
   },
 }
-GGUF_KEYS["qwen3"] = GGUF_KEYS["llama"]
-GGUF_KEYS["gemma3"] = GGUF_KEYS["llama"] | {
-  "sliding_window": "attention.sliding_window",
+GGUF_KEYS |= dict.fromkeys(("qwen2", "qwen3", "phi3", "smollm3", "olmo2"), GGUF_KEYS["llama"])
+GGUF_KEYS["olmo3"] = GGUF_KEYS["llama"] | {"sliding_window": "attention.sliding_window"}
+GGUF_KEYS["granite"] = GGUF_KEYS["llama"] | {
+  "attention_multiplier": "attention.scale",
+  "embedding_multiplier": "embedding_scale",
+  "residual_multiplier": "residual_scale",
+  "logits_scaling": "logit_scale",
+}
+GGUF_KEYS["gemma2"] = GGUF_KEYS["olmo3"] | {
+  "attn_logit_softcapping": "attn_logit_softcapping",
+  "final_logit_softcapping": "final_logit_softcapping",
+}
+GGUF_KEYS["gemma3"] = GGUF_KEYS["olmo3"] | {
   "sliding_window_pattern": "attention.sliding_window_pattern",
   "rope_local_base_freq": "rope.freq_base_swa",
   "final_logit_softcapping": "final_logit_softcapping",
@@ -450,7 +546,9 @@ GGUF_ROPE = {
 
 GGUF_OPTIONAL = {"num_key_value_heads": None, "head_dim": None, "rope_theta": 1e4}
 GGUF_OPTIONAL |= {"sliding_window_pattern": 6, "rope_local_base_freq": 1e4}
-GGUF_OPTIONAL |= {"final_logit_softcapping": None}
+GGUF_OPTIONAL |= {"final_logit_softcapping": None, "attn_logit_softcapping": None}
+GGUF_OPTIONAL |= {"embedding_multiplier": 1.0, "residual_multiplier": 1.0}
+GGUF_OPTIONAL |= {"attention_multiplier": 0.0}
 """Keys of a config that metadata may lack, and what llama.cpp takes for them."""
 
 GGUF_NEUTRAL = {
@@ -479,8 +577,17 @@ GGUF_WIDTHS = ("rope.dimension_count", "attention.value_length", "rope.dimension
 GGUF_WIDTHS += ("attention.key_length_swa", "attention.value_length_swa")
 """Keys that must be the width of a head: others are not implemented."""
 
+GGUF_IGNORED = {"phi3": ("attention.sliding_window", "rope.scaling.attn_factor")}
+"""Further keys: llama.cpp ignores the windows of Phi-3; the factor is read with its divisors."""
+
 GGUF_HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
 """Keys of an architecture that llama.cpp does not compute logits with."""
+
+GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+"""Number of blocks of the models that divide scores by the model width over the heads."""
+
+ROTATED = "rope.dimension_count"
+"""Width of the part of a head that is turned."""
 
 OLD_FACTOR = "rope.scale_linear"
 """The old name of `rope.scaling.factor`."""
@@ -504,27 +611,38 @@ def _gguf_config(
     "vocab_size": (*tensors["token_embd.weight"].shape, 0)[0],
     "tie_word_embeddings": "output.weight" not in tensors,
   }
-  for key, name in GGUF_KEYS[arch].items():
+  kind = arch
+  if arch == "olmo2" and own("attention.sliding_window"):
+    kind = config["model_type"] = "olmo3"  # which llama.cpp tells from the other by its windows
+  for key, name in GGUF_KEYS[kind].items():
     # None is refused where a key is needed, once the decoder is.
     config[key] = own(name, GGUF_OPTIONAL.get(key))
-  _check_gguf_keys(arch, metadata, origin)
+  _check_gguf_keys(arch, kind, metadata, origin)
   if arch == "gpt2":
     return config, origin
   dim, heads, width = (config[k] for k in ("hidden_size", "num_attention_heads", "head_dim"))
   if width is None and type(dim) is type(heads) is int and heads > 0:
     width = dim // heads
+  if arch == "phi3" and type(own(ROTATED)) is type(width) is int and 0 < own(ROTATED) < width:
+    config["partial_rotary_factor"] = own(ROTATED) / width
   for key in GGUF_WIDTHS:
+    if key == ROTATED and "partial_rotary_factor" in config:
+      continue
     if own(key, width) != width:
       raise origin.error(
         f"`{arch}.{key}` must be {width}, the width of a head; got {records.shown(own(key))}, which"
         " is not implemented"
       )
   config["rope_scaling"] = _gguf_rope(own, tensors, origin, arch)
-  if arch == "gemma3":
+  if arch in GEMMA_27B:
     # llama.cpp has this number in its code: it is not in the metadata.
-    config["query_pre_attn_scalar"] = dim // heads if own("block_count") == 62 else width
-    if own("final_logit_softcapping") == 0:
-      config["final_logit_softcapping"] = None
+    is_large = own("block_count") == GEMMA_27B[arch]
+    config["query_pre_attn_scalar"] = dim // heads if is_large else width
+    for key in ("final_logit_softcapping", "attn_logit_softcapping"):
+      if own(key) == 0:
+        config[key] = None
+  if arch == "granite" and config["attention_multiplier"] == 0:
+    config["attention_multiplier"] = width**-0.5 if type(width) is int and width > 0 else 1.0
   return config, origin
 
 
@@ -537,16 +655,23 @@ def _gguf_rope(
   # 0 means that there is none.
   has_factor = scaling.get("factor") not in (None, 0, 1)
   kind = scaling.setdefault("rope_type", "linear")
+  names = {f"{length}_factor": f"rope_factors_{length}.weight" for length in ("short", "long")}
+  if {*names.values()} <= tensors.keys():
+    lists = {key: _vector(tensors[name], name, origin) for key, name in names.items()}
+    # llama.cpp takes the factor of cosines and sines as it is, and 1 without one.
+    magnitude = {"attention_factor": own("rope.scaling.attn_factor", 1.0)}
+    length = {
+      "original_max_position_embeddings": own(GGUF_ROPE["original_max_position_embeddings"])
+    }
+    return {"rope_type": "longrope"} | lists | magnitude | length
   if "rope_freqs.weight" in tensors:
     if has_factor and kind != "none":
       raise origin.error(
         "`rope_scaling.factor` must be left out beside the tensor rope_freqs.weight; got"
         f" {records.shown(scaling['factor'])}"
       )
-    tensor = tensors["rope_freqs.weight"]
-    if len(tensor.shape) != 1:
-      raise origin.error(f"rope_freqs.weight must be a vector; got shape {list(tensor.shape)}")
-    return {"rope_type": "divisors", "divisors": list(map(float, tensor.read(slice(None))))}
+    divisors = _vector(tensors["rope_freqs.weight"], "rope_freqs.weight", origin)
+    return {"rope_type": "divisors", "divisors": divisors}
   if kind == "none" or (kind == "linear" and not has_factor):
     return None
   if kind == "yarn" and scaling.get("factor") in (None, 0):
@@ -554,14 +679,20 @@ def _gguf_rope(
   return scaling
 
 
-def _check_gguf_keys(arch: str, metadata: Mapping[str, Any], origin: Origin) -> None:
+def _vector(tensor: Tensor, name: str, origin: Origin) -> list[float]:
+  if len(tensor.shape) != 1:
+    raise origin.error(f"{name} must be a vector; got shape {list(tensor.shape)}")
+  return list(map(float, tensor.read(slice(None))))
+
+
+def _check_gguf_keys(arch: str, kind: str, metadata: Mapping[str, Any], origin: Origin) -> None:
   """Raise ValueError for a key that is neither used nor harmless.
 
   That one flipped bit has made of a key which is used is neither, wherever it is: the reader would
   take a default in its place.
   """
   gguf = import_checkpoints_extra("gguf")
-  used = {*GGUF_KEYS[arch].values(), *GGUF_HARMLESS}
+  used = {*GGUF_KEYS[kind].values(), *GGUF_HARMLESS, *GGUF_IGNORED.get(arch, ())}
   if arch != "gpt2":
     used |= {*GGUF_ROPE.values(), *GGUF_WIDTHS, OLD_FACTOR}
   known = {"general.architecture", "general.alignment", *(f"{arch}.{key}" for key in used)}

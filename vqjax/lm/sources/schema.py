@@ -51,10 +51,11 @@ Cap = Annotated[float, Range(1e-6, 1e30)]
 Epsilon = Annotated[float, Range(0, 1, above=True)]
 Base = Annotated[float, Range(1, 1e30, above=True)]
 Factor = Annotated[float, Range(1, 1e6)]
+Part = Annotated[float, Range(0, 1, above=True)]
 Activation = Literal["gelu_new", "gelu_pytorch_tanh", "gelu", "silu", "relu"]
 Kinds = list[Literal["full_attention", "sliding_attention"]]
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "divisors")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "su", "divisors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +74,11 @@ class Rope:
   attention_factor: Positive | None = None
   mscale: Annotated[float, Range(0, 1e6)] | None = None
   mscale_all_dim: Annotated[float, Range(0, 1e6)] | None = None
-  truncate: Literal[True] | None = None
+  truncate: bool | None = None
   finetuned: bool | None = None
-  partial_rotary_factor: Annotated[float, Range(1, 1)] | None = None
+  partial_rotary_factor: Part | None = None
+  short_factor: list[Positive] | None = None
+  long_factor: list[Positive] | None = None
   divisors: list[Positive] | None = None
 
 
@@ -124,7 +127,7 @@ class _Rotary:
   rope_theta: Base | None = None
   rope_scaling: Rope | None = None
   rope_parameters: RopeOfKinds | Rope | None = None
-  partial_rotary_factor: Annotated[float, Range(1, 1)] | None = None
+  partial_rotary_factor: Part | None = None
   tie_word_embeddings: bool = False
 
 
@@ -134,10 +137,20 @@ class LlamaConfig(_Rotary):
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3Config(_Rotary):
-  """The config of Qwen 3."""
+class MistralConfig(_Rotary):
+  """The config of Mistral."""
 
-  head_dim: Axis | None = 128
+  num_key_value_heads: Axis | None = 8
+  attention_bias: Literal[False] = False
+  mlp_bias: Literal[False] = False
+  sliding_window: Size | None = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen2Config(_Rotary):
+  """The config of Qwen 2 and 2.5, whose queries, keys and values always have a bias."""
+
+  attention_bias: Literal[True] | None = None
   use_sliding_window: bool = False
   sliding_window: Size | None = None
   max_window_layers: Annotated[int, Range(0, 2**31 - 1)] = 28
@@ -145,29 +158,99 @@ class Qwen3Config(_Rotary):
 
 
 @dataclasses.dataclass(frozen=True)
-class Gemma3Config(_Rotary):
-  """The config of Gemma 3, of text alone."""
+class Qwen3Config(Qwen2Config):
+  """The config of Qwen 3."""
 
-  vocab_size: Axis = 262_208
+  head_dim: Axis | None = 128
+  attention_bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Phi3Config(_Rotary):
+  """The config of Phi-3 and of Phi-4."""
+
+  rms_norm_eps: Epsilon = 1e-5
+  attention_bias: Literal[False] = False
+  mlp_bias: Literal[False] = False
+  original_max_position_embeddings: Size = 4096
+  sliding_window: Size | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SmolLM3Config(_Rotary):
+  """The config of SmolLM3, some of whose blocks do not turn by positions."""
+
+  rope_theta: Base | None = 2e6
+  no_rope_layers: list[Literal[0, 1]] | None = None
+  no_rope_layer_interval: Size = 4
+  use_sliding_window: bool = False
+  sliding_window: Size | None = None
+  layer_types: Kinds | None = None
+  tie_word_embeddings: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Olmo2Config(_Rotary):
+  """The config of OLMo 2."""
+
+  rms_norm_eps: Epsilon = 1e-5
+  mlp_bias: Literal[False] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Olmo3Config(Olmo2Config):
+  """The config of OLMo 3."""
+
+  rope_theta: Base | None = 5e5
+  sliding_window: Size = 4096
+  layer_types: Kinds | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GraniteConfig(_Rotary):
+  """The config of Granite."""
+
+  embedding_multiplier: Positive = 1.0
+  logits_scaling: Positive = 1.0
+  residual_multiplier: Positive = 1.0
+  attention_multiplier: Positive = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma2Config(_Rotary):
+  """The config of Gemma 2."""
+
+  vocab_size: Axis = 256_000
   hidden_size: Axis = 2304
   intermediate_size: Axis = 9216
   num_hidden_layers: Depth = 26
   num_attention_heads: Axis = 8
   num_key_value_heads: Axis | None = 4
   head_dim: Axis | None = 256
-  max_position_embeddings: Size = 131_072
+  max_position_embeddings: Size = 8192
   hidden_activation: Activation = "gelu_pytorch_tanh"
   hidden_act: Activation | None = None
-  rope_theta: Base | None = 1e6
-  rope_local_base_freq: Base = 1e4
+  mlp_bias: Literal[False] = False
   query_pre_attn_scalar: Positive = 256
   sliding_window: Size = 4096
-  sliding_window_pattern: Size = 6
   layer_types: Kinds | None = None
+  attn_logit_softcapping: Cap | None = 50.0
+  final_logit_softcapping: Cap | None = 30.0
+  use_bidirectional_attention: Literal[False] | None = None
+  tie_word_embeddings: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma3Config(Gemma2Config):
+  """The config of Gemma 3, of text alone."""
+
+  vocab_size: Axis = 262_208
+  max_position_embeddings: Size = 131_072
+  rope_theta: Base | None = 1e6
+  rope_local_base_freq: Base = 1e4
+  sliding_window_pattern: Size = 6
   attn_logit_softcapping: Cap | None = None
   final_logit_softcapping: Cap | None = None
-  use_bidirectional_attention: Literal[False] = False
-  tie_word_embeddings: bool = True
 
 
 HARMLESS = frozenset(

@@ -21,12 +21,11 @@ def kept(perplexity=None, size=FULL_BYTES, accuracy=None, status="finished", **b
 
 @pytest.fixture
 def results():
-  compact = {"formula": 85.1, "bytes": 94_000, "file_bytes": 94_144}
   return {
     "ptb-small/full": kept(114.0),
     "ptb-small/full-s1": kept(116.0),
-    "ptb-small/sx": kept(105.0, 94_000, compact=compact),
-    "ptb-small/sx-s1": kept(106.0, 94_000, compact=compact),
+    "ptb-small/sx": kept(105.0, 94_000),
+    "ptb-small/sx-s1": kept(106.0, 94_000),
     "ptb-small/vq": kept(1.0, status="failed"),
     "ptb-small/scalar-8": kept(114.5, FULL_BYTES // 4 + 8),
     "ag-news/full": kept(accuracy=0.9),
@@ -44,14 +43,13 @@ def line(results, name, start):
 def test_a_row_has_its_score_its_paired_difference_and_both_ratios(results):
   row = line(results, "Table 4", "PTB, small: DPQ-SX")
   assert (row["paper"], row["paper's ratio"]) == ("105.8", "85.5")
-  assert (row["measured"], row["seeds"]) == ("105.50 ± 0.71", "2")
-  assert row["- full"] == "-9.50 ± 0.71"
-  assert (row["ratio"], row["formula"], row["bytes"]) == ("85.1", "85.1", "91.9 KiB")
+  assert (row["measured"], row["- full"]) == ("105.50 ± 0.71", "-9.50 ± 0.71")
+  assert row["ratio"] == "85.1"
 
 
 def test_a_failed_run_is_counted_and_has_no_score(results):
   row = line(results, "Table 4", "PTB, small: DPQ-VQ")
-  assert (row["measured"], row["seeds"]) == ("failed", "0, 1 failed")
+  assert row["measured"] == "1 failed"
 
 
 def test_a_score_is_bleu_else_accuracy_else_perplexity(results):
@@ -100,13 +98,3 @@ def test_the_command_makes_every_kind_of_job_and_keeps_it(smoke):
   assert small["compact"]["bytes"] == small["result"]["embedding"]["shipped_bytes"]
   assert np.sum(small["codes"]["counts"], axis=1).tolist() == [200] * 4
   assert 0 <= results["multi30k/reconstruction-32x256"]["bleu"]["score"] <= 100
-
-
-@pytest.mark.parametrize(
-  ("listed", "scale"), [(report.elsewhere("cpu"), "paper"), (report.not_run({}, "cpu"), "cpu")]
-)
-def test_the_commands_of_rows_that_were_not_run_name_these_rows(listed, scale):
-  for line in listed.to_dict("records"):
-    names = line["`--only`"].strip("`")
-    assert len(names.split(",")) == line["rows"]
-    assert run.STUDY.chosen(scale, names)

@@ -9,20 +9,26 @@ import pytest
 from ml_dtypes import bfloat16
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from scipy.special import log_softmax
 
 import vqjax
 from tests import reference
-from tests.embeddings.quantized import vectors_of
 from vqjax import nnx
-from vqjax.convert import from_array, to_head
-from vqjax.embeddings import compact_file
+from vqjax.embeddings import table_file
+from vqjax.tables import Moments, byte_budget, compressing, container
+
+pytestmark = pytest.mark.programs(100)  # methods and layers run operation by operation
 
 V, D = 101, 12
-METHODS = {
+CODES = {
   "product": vqjax.Product(codes=8, subspaces=3),
   "clusters": vqjax.Clusters(codes=8),
   "scalar": vqjax.Scalar(bits=3),
 }
+METHODS = CODES | {"int8": vqjax.Int8(), "integers": vqjax.Integers(), "packed": vqjax.Packed()}
+BOUNDS = {"integers": "4KB", "packed": "4KB"}
+"""Sizes of the methods that need one."""
+
 every_method = pytest.mark.parametrize("name", METHODS)
 
 
@@ -35,7 +41,8 @@ HIDDEN = (_rng.normal(size=(300, D)) * np.arange(1, D + 1)) @ _rng.normal(size=(
 
 @functools.cache
 def compressed(name, with_bias=False):
-  return vqjax.compress(TABLE, method=METHODS[name], bias=BIAS if with_bias else None)
+  bias = BIAS if with_bias else None
+  return vqjax.compress(TABLE, bytes=BOUNDS.get(name), method=METHODS[name], bias=bias)
 
 
 def relative_error(found, table, weights=None, hidden=None):
@@ -47,32 +54,38 @@ def relative_error(found, table, weights=None, hidden=None):
 
 
 def rows_of(small):
-  return np.asarray(vectors_of(small, np.arange(small.vocab)))
+  return small.rows(np.arange(small.shape[0]))
 
 
-@pytest.mark.programs(80)  # methods run operation by operation
-@pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases(2)
 @every_method
 def test_the_report_has_the_size_and_the_error_of_the_result(name):
   counts, method = np.arange(V), METHODS[name]
-  small = vqjax.compress(TABLE, method=method, counts=counts, hidden=HIDDEN)
+  small = vqjax.compress(TABLE, bytes=BOUNDS.get(name), method=method, counts=counts, hidden=HIDDEN)
   report, found = small.report, rows_of(small)
   np.testing.assert_allclose(report.error, relative_error(found, TABLE), rtol=1e-5)
   weighted = relative_error(found, TABLE, counts + 1.0, HIDDEN)
-  np.testing.assert_allclose(report.weighted_error, weighted, rtol=1e-5)
-  assert report.bytes == small.data.nbytes + small.values.nbytes
+  np.testing.assert_allclose(report.weighted_error, weighted, rtol=1e-4)
+  assert report.bytes == small.nbytes
   assert report.bits_per_weight == 8 * report.bytes / TABLE.size
   assert report.ratio == TABLE.nbytes / report.bytes
   assert report.method == method
   assert report.seconds > 0
+  log_p = log_softmax(HIDDEN @ TABLE.T.astype(np.float64), axis=-1)
+  log_q = log_softmax(HIDDEN @ found.T.astype(np.float64), axis=-1)
+  divergence = (np.exp(log_p) * (log_p - log_q)).sum(-1).mean()
+  # float32 scores of some hundreds.
+  np.testing.assert_allclose(report.kl, divergence, rtol=1e-2)
   assert method.__class__.__name__ in str(report)
+  assert "of float32" in str(report)
 
 
 @pytest.mark.fast_cases(1)
-@every_method
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "int8"])
 def test_hidden_states_lower_the_error_of_the_scores(name):
   counts, plain = np.arange(V), rows_of(compressed(name))
-  guided = rows_of(vqjax.compress(TABLE, method=METHODS[name], counts=counts, hidden=HIDDEN))
+  options = {"bytes": BOUNDS.get(name), "method": METHODS[name], "counts": counts}
+  guided = rows_of(vqjax.compress(TABLE, hidden=HIDDEN, **options))
   of = lambda rows: relative_error(rows, TABLE, counts + 1.0, HIDDEN)
   assert of(guided) < 0.8 * of(plain)
 
@@ -84,7 +97,6 @@ def test_counts_lower_the_error_of_frequent_tokens():
   assert of(weighted) < 0.5 * of(compressed("product"))
 
 
-@pytest.mark.programs(80)  # methods run operation by operation
 def test_no_other_code_of_a_number_lowers_the_error_of_the_scores():
   small = vqjax.compress(TABLE, method=vqjax.Scalar(3), hidden=HIDDEN)
   # What is minimised: the second moment, shrunk to the identity by D / (N + D).
@@ -93,7 +105,7 @@ def test_no_other_code_of_a_number_lowers_the_error_of_the_scores():
   found = np.float64(rows_of(small))
   error = found - TABLE
   for m in range(D):
-    for level in small.values[0, :, 0]:
+    for level in small.form.values[0, :, 0]:
       other = error.copy()
       other[:, m] += level - found[:, m]
       cost = lambda e: ((e @ second) * e).sum(axis=1)
@@ -107,14 +119,62 @@ def test_more_bytes_lower_the_error():
   assert errors[0] > errors[1] > errors[2]
 
 
+def test_integers_are_the_default_and_err_less_than_codes():
+  table = np.random.default_rng(0).normal(size=(1500, 24)).astype(np.float32)
+  small = vqjax.compress(table, bytes=1 / 8)
+  assert small.report.method == vqjax.Integers()
+  codes = vqjax.compress(table, bytes=1 / 8, method=vqjax.Product())
+  assert 0.985 / 8 * table.nbytes < small.nbytes <= table.nbytes / 8
+  assert small.report.error < 0.5 * codes.report.error
+
+
+def test_codes_are_the_default_where_the_map_of_integers_does_not_fit():
+  small = vqjax.compress(TABLE, bytes=1 / 6)
+  assert small.codec == "codes"
+  with pytest.raises(ValueError, match="the least size of these tables is"):
+    vqjax.compress(TABLE, bytes=1 / 6, method=vqjax.Integers())
+
+
+@pytest.mark.parametrize("method", [None, vqjax.Packed()])
+def test_a_divergence_is_a_bound_too(method):
+  hidden = HIDDEN / np.abs(HIDDEN).max()
+  small = vqjax.compress(TABLE, kl=0.01, method=method, hidden=hidden, bias=BIAS)
+  # So few rows have few widths of packed bits.
+  assert (0.005 if method is None else 0) < small.report.kl <= 0.01
+  log_p, log_q = (
+    log_softmax(hidden @ rows.T.astype(np.float64) + BIAS, axis=-1)
+    for rows in (TABLE, rows_of(small))
+  )
+  divergence = (np.exp(log_p) * (log_p - log_q)).sum(-1).mean()
+  np.testing.assert_allclose(small.report.kl, divergence, rtol=1e-3)
+
+
+def test_moments_are_those_of_counts_and_hidden_states():
+  counts = np.arange(V)
+  moments = Moments(HIDDEN.T @ HIDDEN / len(HIDDEN), counts, len(HIDDEN))
+  wanted = vqjax.compress(TABLE, bytes="4KB", counts=counts, hidden=HIDDEN, method=vqjax.Integers())
+  found = vqjax.compress(TABLE, bytes="4KB", moments=moments, method=vqjax.Integers())
+  np.testing.assert_array_equal(rows_of(found), rows_of(wanted))
+
+
 @pytest.mark.parametrize(("dtype", "with_bias"), [(np.float32, True), (bfloat16, False)])
 def test_the_tensors_of_the_file_are_within_the_bytes(dtype, with_bias, tmp_path):
-  small = vqjax.compress(TABLE.astype(dtype), bytes=1 / 3, bias=BIAS if with_bias else None)
+  bias = BIAS if with_bias else None
+  small = vqjax.compress(TABLE.astype(dtype), bytes=1 / 3, method=vqjax.Product(), bias=bias)
   small.save(tmp_path / "small.safetensors")
   tensors = load_file(tmp_path / "small.safetensors")
   assert tensors.keys() == {"codes", "values"} | ({"bias"} if with_bias else set())
   size = sum(x.nbytes for x in tensors.values())
   assert size == small.nbytes <= TABLE.astype(dtype).nbytes / 3
+
+
+def test_bytes_are_a_fraction_or_a_number():
+  wanted = {1 / 8: 100, "1/8": 100, 0.1: 80, "0.1": 80, 1: 800, 65: 65, "65MB": 65_000_000}
+  wanted |= {"1.5 kib": 1536, "1e3": 1000, 6.5e7: 65_000_000, "7B": 7, "1MB": 10**6}
+  assert {given: byte_budget(given, 800) for given in wanted} == wanted
+  for given in ("9" * 400, "-5MB", "nanMB", ".", "3EB", "0", 0, -1, "1/0", "0.5B", None):
+    with pytest.raises(ValueError, match=r"`bytes` must be a fraction .*, or a number of bytes"):
+      byte_budget(given, 800)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, bfloat16])
@@ -123,7 +183,7 @@ def test_a_budget_is_filled_with_the_most_bits_that_fit(vocab, dim, dtype):
   rows = np.broadcast_to(np.zeros((), dtype), (vocab, dim))
   for fraction in (0.06, 0.1, 0.26, 0.9):
     try:
-      chosen = from_array._within(fraction, rows, 0)
+      chosen = compressing._product_within(fraction * rows.nbytes, rows)
     except ValueError:
       continue
 
@@ -141,25 +201,39 @@ def test_a_budget_is_filled_with_the_most_bits_that_fit(vocab, dim, dtype):
 
 
 def test_the_least_fraction_of_the_message_is_reachable():
-  with pytest.raises(ValueError, match=r"`bytes` must be at least .*; got 0.001") as caught:
-    vqjax.compress(TABLE, bytes=0.001)
+  product = vqjax.Product()
+  with pytest.raises(ValueError, match="`bytes` must be at least") as caught:
+    vqjax.compress(TABLE, bytes=0.001, method=product)
   least = float(str(caught.value).split("at least ")[1].split()[0])
-  assert vqjax.compress(TABLE, bytes=least).nbytes <= least * TABLE.nbytes
+  assert vqjax.compress(TABLE, bytes=least, method=product).nbytes <= least * TABLE.nbytes
   with pytest.raises(ValueError, match="must be at least"):
-    vqjax.compress(TABLE, bytes=0.95 * least)
+    vqjax.compress(TABLE, bytes=0.95 * least, method=product)
 
 
-@pytest.mark.programs(80)  # `to_head` runs operation by operation
 @pytest.mark.fast_cases(2)
 @every_method
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_the_head_scores_with_the_vectors_and_the_bias(name, with_bias, tmp_path):
-  compressed(name, with_bias).save(tmp_path / "small.safetensors")
-  small = vqjax.CompactEmbedding.load(tmp_path / "small.safetensors")
-  read = compact_file.open_compact(tmp_path / "small.safetensors")
-  np.testing.assert_array_equal(read[np.arange(V)], rows_of(small))
-  np.testing.assert_array_equal(read.bias, BIAS if with_bias else None)
-  head, variables = to_head(small)
+def test_what_is_loaded_has_the_rows_the_bias_and_the_layers(name, with_bias, tmp_path):
+  path, saved = tmp_path / "small.safetensors", compressed(name, with_bias)
+  saved.save(path)
+  small, rows = vqjax.SmallTable.load(path), rows_of(saved)
+  assert (small.codec, small.shape, small.nbytes) == (saved.codec, (V, D), saved.nbytes)
+  np.testing.assert_array_equal(rows_of(small), rows)
+  np.testing.assert_array_equal(small.table(), rows)
+  np.testing.assert_array_equal(small.rows([[5, 7]]), rows[[[5, 7]]])
+  np.testing.assert_array_equal(small.bias, BIAS if with_bias else None)
+  if name == "integers":
+    np.testing.assert_array_equal(container.read_table(path).rows(), rows)
+  else:
+    read = table_file.open_table(path)
+    # Packed rows are summed in another order.
+    np.testing.assert_allclose(read[np.arange(V)], rows, atol=1e-6 if name == "packed" else 0)
+    np.testing.assert_array_equal(read.bias, BIAS if with_bias else None)
+  embedding, own = small.to_embedding()
+  np.testing.assert_allclose(jax.jit(embedding.apply)(own, np.arange(V)), rows, atol=1e-6)
+  assert isinstance(small.to_nnx("embedding"), nnx.Embedding)
+  assert isinstance(small.to_nnx(), nnx.Head)
+  head, variables = small.to_head()
   hidden = np.random.default_rng(3).normal(size=(2, 9, D)).astype(np.float32)
   tokens = np.arange(18).reshape(2, 9) * 5
 
@@ -171,13 +245,33 @@ def test_the_head_scores_with_the_vectors_and_the_bias(name, with_bias, tmp_path
     return log_probs, best, linen.sample(hidden, jax.random.key(1))
 
   log_probs, best, drawn = jax.device_get(run(hidden))
-  expected = reference.linear_log_prob(hidden, rows_of(small), tokens, small.bias)
+  expected = reference.linear_log_prob(hidden, rows, tokens, small.bias)
   np.testing.assert_allclose(log_probs[0], expected, atol=1e-5)
   jax.tree.map(np.testing.assert_array_equal, log_probs[1], log_probs[0])
   jax.tree.map(np.testing.assert_array_equal, best[1], best[0])
   assert drawn.shape == (2, 9)
   fresh = jax.eval_shape(head.init, jax.random.key(0), hidden)
   assert jax.tree.map(np.shape, variables) == jax.tree.map(np.shape, fresh)
+
+
+@pytest.mark.parametrize("name", ["int8", "integers", "packed"])
+def test_a_flipped_bit_or_a_missing_end_is_an_error(name, tmp_path):
+  path = tmp_path / "small.safetensors"
+  compressed(name).save(path)
+  whole = path.read_bytes()
+  for at in np.linspace(8, len(whole) - 1, 12).astype(int):
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+    with pytest.raises(ValueError, match=r"small\.safetensors"):
+      vqjax.SmallTable.load(path)
+    path.write_bytes(whole[:at])
+    with pytest.raises(ValueError, match=r"small\.safetensors"):
+      vqjax.SmallTable.load(path)
+
+
+@pytest.mark.parametrize("ids", [[-1], [V], [1.0]])
+def test_ids_outside_the_table_are_refused(ids):
+  with pytest.raises(IndexError, match=r"`ids` must be integers in \[0, 101\)"):
+    compressed("int8").rows(ids)
 
 
 def memory_mapped(table, tmp_path):
@@ -207,15 +301,15 @@ def test_arrays_of_all_kinds_give_the_same_result(given, dtype, tmp_path):
   method = METHODS["product"]
   wanted = vqjax.compress(TABLE.astype(dtype).astype(np.float32), method=method)
   found = vqjax.compress(given(TABLE, tmp_path), method=method)
-  np.testing.assert_array_equal(found.data, wanted.data)
-  np.testing.assert_array_equal(found.values, wanted.values)
+  np.testing.assert_array_equal(found.form.data, wanted.form.data)
+  np.testing.assert_array_equal(found.form.values, wanted.form.values)
 
 
 def test_a_result_is_the_same_again_and_another_with_another_seed():
   first = compressed("product")
   again, other = (vqjax.compress(TABLE, method=METHODS["product"], seed=seed) for seed in (0, 1))
-  np.testing.assert_array_equal(first.data, again.data)
-  assert (np.asarray(first.data) != np.asarray(other.data)).any()
+  np.testing.assert_array_equal(first.form.data, again.form.data)
+  assert (np.asarray(first.form.data) != np.asarray(other.form.data)).any()
 
 
 @pytest.mark.parametrize("method", [vqjax.Clusters(2), vqjax.Scalar(3)])
@@ -225,12 +319,6 @@ def test_equal_rows_are_kept_exactly(method):
   assert small.report.error == 0
 
 
-def test_the_report_does_not_enter_transformations():
-  small = compressed("scalar")
-  assert jax.tree.structure(small) == jax.tree.structure(jax.tree.map(lambda x: x, small))
-  assert jax.tree.map(lambda x: x, small).report is None
-
-
 @pytest.mark.parametrize(
   ("change", "message"),
   [
@@ -238,10 +326,20 @@ def test_the_report_does_not_enter_transformations():
     ({"table": np.zeros((0, 7))}, r"`table` must have shape \[V, D\].*\[0, 7\]"),
     ({"table": np.zeros((5, 3), int)}, "`table` must hold floating-point .*int64"),
     ({"table": np.array([[1.0], [np.nan]])}, "`table` must be finite.*row 1"),
-    ({"bytes": 1 / 16}, "one of `bytes` and `method` .*both"),
-    ({"method": None}, "one of `bytes` and `method` .*neither"),
-    ({"method": None, "bytes": 16}, r"`bytes` must be a fraction .*16"),
+    ({"bytes": 1 / 16}, "`bytes` must be left out for a method that has its own size"),
+    ({"bytes": 1 / 16, "kl": 0.1}, "one of `bytes` and `kl` .*both"),
+    ({"method": None}, "one of `bytes` and `kl` .*neither"),
+    ({"method": vqjax.Integers()}, r"one of `bytes` and `kl` must be given with Integers\(\)"),
+    ({"method": vqjax.Product()}, "`codes` and `subspaces` must be given without `bytes`"),
+    ({"method": None, "kl": 0.1}, "`kl` must be positive, with a sample `hidden`"),
+    ({"method": None, "bytes": -16}, r"`bytes` must be a fraction .*16"),
     ({"method": None, "bytes": 1e-9}, "`bytes` must be at least"),
+    ({"method": vqjax.Int8(group=5)}, "`group` must divide the width of the table, 12; got 5"),
+    (
+      {"moments": Moments(np.eye(D), np.ones(V), 1), "counts": np.ones(V)},
+      "`moments` must be given without `counts` and `hidden`",
+    ),
+    ({"moments": Moments(np.eye(D), np.ones(V + 1), 1)}, "an entry for each of the 101 rows"),
     ({"method": vqjax.Product(8, 5)}, "`subspaces` must divide dim 12; got 5"),
     ({"method": vqjax.Clusters(102)}, r"`codes` must be in \[1, vocab\]; got 102"),
     ({"counts": np.arange(7)}, r"`counts` must have shape \(101,\); got \(7,\)"),
@@ -268,7 +366,7 @@ def test_a_bias_of_another_length_in_a_file_is_refused(tmp_path):
   assert b'"shape":[101]' in whole
   (tmp_path / "small.safetensors").write_bytes(whole.replace(b'"shape":[101]', b'"shape":[100]'))
   with pytest.raises(ValueError, match="bias"):
-    compact_file.open_compact(tmp_path / "small.safetensors")
+    table_file.open_table(tmp_path / "small.safetensors")
 
 
 def test_a_long_row_does_not_hide_the_errors_of_the_others():

@@ -1,12 +1,9 @@
-"""Published peaks of accelerators, their topologies, and the roofline of a step."""
+"""Published peaks of accelerators, and the topologies of TPUs."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
-from vqjax.lab.plan.collectives import Collective
-
-__all__ = ["GPUS", "Chip", "tpu"]
+__all__ = ["GPUS", "Chip", "gpu", "of_kind", "tpu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,46 +81,20 @@ def gpu(kind: str) -> Chip:
   return GPUS[kind]
 
 
-@dataclasses.dataclass(frozen=True)
-class Roofline:
-  """Lower bounds of the time of a step on one chip, in seconds.
-
-  The three bounds assume the published peaks and perfect overlap. Not counted are operations other
-  than matrix products, latencies, idle links, values that travel to memory and back inside a layer,
-  and waiting for data: real steps take longer.
-
-  Attributes:
-    compute: matrix products at the bfloat16 peak.
-    memory: arguments read and results written once, temporaries written and read once.
-    network: bytes sent over all links of the chip at once.
-  """
-
-  compute: float
-  memory: float
-  network: float
-
-  @property
-  def seconds(self) -> float:
-    """The largest of the three bounds."""
-    return max(self.compute, self.memory, self.network)
-
-  @property
-  def limit(self) -> str:
-    """The name of the largest bound."""
-    named = dataclasses.asdict(self)
-    return max(named, key=named.get)
+_KINDS = {
+  "TPU v5 lite": V5E,
+  "TPU v5e": V5E,
+  "TPU v5": V5P,
+  "TPU v6": V6E,
+  "NVIDIA A100": GPUS["A100"],
+  "NVIDIA H100 80GB HBM3": GPUS["H100"],
+  "NVIDIA H200": GPUS["H200"],
+  "NVIDIA GH200": GPUS["H200"],
+  "NVIDIA B200": GPUS["B200"],
+}
+"""Beginnings of `jax.Device.device_kind`, the longer ones first; an H100 with PCIe is slower."""
 
 
-def roofline(chip: Chip, flops: float, traffic: float, sent: Sequence[Collective]) -> Roofline:
-  """The roofline of a step with these operations, memory traffic and collectives.
-
-  A group of GPUs that spans nodes is assumed to send all of its bytes between them.
-  """
-  inside = outside = 0.0
-  for one in sent:
-    if chip.node is not None and one.spread >= chip.node:
-      outside += one.sent
-    else:
-      inside += one.sent
-  network = inside / chip.links + outside / chip.network
-  return Roofline(flops / chip.flops, traffic / chip.bandwidth, network)
+def of_kind(device_kind: str) -> Chip | None:
+  """The chip of a `jax.Device.device_kind`; None where its peaks are not known."""
+  return next((chip for name, chip in _KINDS.items() if device_kind.startswith(name)), None)

@@ -1,7 +1,6 @@
-"""Compression of the vocabulary tables of a pretrained model to a divergence or to a size.
+"""The step at which tables have a size or a divergence.
 
-One step gives the tables of a model, so that a bit costs as much divergence in each of them. It is
-searched on calibration text; what is reported is measured on text that nothing was fitted to.
+One step gives all tables of a model, so that a bit costs as much divergence in each of them.
 """
 
 from __future__ import annotations
@@ -11,19 +10,15 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
-from vqjax.convert.trained_variables import Variables
-from vqjax.lm import checkpoints
-from vqjax.lm.compression.exports import ROWS
-from vqjax.lm.compression.judging import Reference, tables_of, with_tables
-from vqjax.lm.models import Transformer
-from vqjax.tables import CodedTable, Moments, PackedTable, container, pack
-from vqjax.tables.coded import MOST_LEVELS, Coordinates, Levels
-from vqjax.tables.packing import fixed_bytes
+from vqjax.convert.packed_table import PackedTable
+from vqjax.tables import container, entropy_coder
+from vqjax.tables.coded import MOST_LEVELS, CodedTable, Coordinates
+from vqjax.tables.moments import Moments
+from vqjax.tables.packing import fixed_bytes, pack
 
-__all__ = ["Compression", "search"]
+__all__ = ["PackedTables", "Point", "Tables", "search"]
 
 CLOSE, CLOSE_SIZE = 0.92, 0.985
 """A divergence or size that is at least this part of the bound is close enough."""
@@ -39,15 +34,6 @@ AIM = 0.997
 
 MOST_CODINGS = 8
 """Most steps at which the tables are coded to meet a size."""
-
-FINE_STEP = 2.0**-10
-"""Step in which a sample of rows is kept, to count the bytes of larger ones."""
-
-ROUNDED = 1.13
-"""Coordinates take about as many bits where they are rounded to multiples of so many steps."""
-
-SAMPLE = 2**15
-"""Rows of a sample, or up to twice as many."""
 
 LEAST_STEP, LARGEST_STEP = 2.0**-14, 2.0**10
 """Steps that are tried, unless the coordinates of a table are very large."""
@@ -72,12 +58,14 @@ class Point:
 
 
 class Tables:
-  """Tables at any step.
+  """Tables as entropy-coded integers, at any step.
 
   Attributes:
     tables: the tables by their names.
     moments: what errors of each cost.
   """
+
+  first_step = 1.0
 
   def __init__(self, tables: Mapping[str, np.ndarray], moments: Mapping[str, Moments]):
     """Check that the moments are those of the tables.
@@ -121,7 +109,7 @@ class Tables:
     for _ in range(MOST_CODINGS):
       tables = {}  # given back before there are new ones
       made, tables = step, self.tables_at(step)
-      coded = {name: container.encode_table(table, progress) for name, table in tables.items()}
+      coded = {name: entropy_coder.encode_table(table, progress) for name, table in tables.items()}
       total = sum(array.nbytes for parts in coded.values() for array in parts.values())
       totals[step] = total
       fits = size is None or total <= size
@@ -131,7 +119,7 @@ class Tables:
         break
       if not fits and step >= self.limits[1]:
         raise ValueError(
-          f"`--bytes` must be reachable: the least size of these tables is {total:,} bytes; got"
+          f"`bytes` must be reachable: the least size of these tables is {total:,} bytes; got"
           f" {size:,}. Give at least {total:,}, or a model with a smaller vocabulary."
         )
       del coded  # unless they are the best
@@ -188,74 +176,15 @@ class Tables:
         return point.step
     return math.sqrt(low * high)
 
-  @functools.cached_property
-  def _samples(self) -> tuple[float, dict[str, tuple[CodedTable, int]]]:
-    """A fine step; some rows of the tables rounded to it, and the number of all rows."""
-    fine, samples = max(FINE_STEP, 2 * self.limits[0]), {}
-    for name, own in self._coordinates.items():
-      samples[name] = own.rounded(fine, max(1, own.shape[0] // SAMPLE)), own.shape[0]
-    return fine, samples
-
   def size(self, step: float) -> int:
     """Bytes of all tables at a step, about, from a sample of their rows."""
-    fine, samples = self._samples
     # No table has a smaller step, and integers would overflow.
-    ratio = fine / (ROUNDED * max(step, self.limits[0]))
-    total = 0
-    for own, rows in samples.values():
-      levels = Levels(own.shape)
-      for first in range(0, len(levels), ROWS):
-        block = slice(first, first + ROWS)
-        levels[block] = np.rint(own.levels[block] * ratio).astype(np.int32)
-      total += container.coded_bytes(dataclasses.replace(own, levels=levels), rows, quantizers=1)
-    return total
+    step = max(step, self.limits[0])
+    return sum(own.size(step) for own in self._coordinates.values())
 
 
-class Compression(Tables):
-  """The tables of one model at any step."""
-
-  first_step = 1.0
-
-  def __init__(
-    self,
-    model: Transformer,
-    variables: Variables,
-    moments: Moments,
-    runtime: checkpoints.Runtime = checkpoints.RUNTIMES[container.UNPACKED],
-  ):
-    """Check that the moments are those of the model.
-
-    Raises:
-      ValueError: the moments have another width or vocabulary.
-    """
-    self.model, self.variables, self.runtime = model, variables, runtime
-    tables = tables_of(model, variables)
-    super().__init__(tables, moments.of_tables(list(tables)))
-
-  def variables_of(self, tables: Mapping[str, CodedTable | PackedTable]) -> Variables:
-    """The variables of the model with the rows that these tables have in memory."""
-    made = {}
-    for name, own in tables.items():
-      rows_VD = own.table()
-      for first in range(0, len(rows_VD), ROWS):
-        rows_VD[first : first + ROWS] = self.runtime.rounded(rows_VD[first : first + ROWS])
-      made[name] = jnp.asarray(rows_VD, self.model.dtype)
-      del rows_VD
-    return with_tables(self.variables, made)
-
-  def point(self, step: float, reference: Reference | None) -> Point:
-    """Size and divergence at a step."""
-    size = self.size(step)
-    if reference is None:
-      return Point(step, size, None)
-    # The integers are given back before the scores are made.
-    student = self.variables_of(self.tables_at(step))
-    (found,) = reference.compare([student])
-    return Point(step, size, float(found["kl"].mean(dtype=np.float64)))
-
-
-class PackedCompression(Compression):
-  """The tables of one model as packed bits, which are their form in the file and in memory.
+class PackedTables(Tables):
+  """Tables as packed bits, which are their form in the file and in memory.
 
   All tables have equally many bits a number, and a step is 2^-bits: the divergence is about
   proportional to its square, as it is for integers.
@@ -304,16 +233,12 @@ class PackedCompression(Compression):
       if bits < LEAST_BITS:
         least = self.size(self.limits[1]) + 4 * len(self.tables)
         raise ValueError(
-          f"`--bytes` must be reachable: packed tables need {least:,} bytes; got {size:,}. Give at"
+          f"`bytes` must be reachable: packed tables need {least:,} bytes; got {size:,}. Give at"
           f" least {least:,}, or leave out `--runtime packed`."
         )
       step = 2.0 ** -min(bits, MOST_BITS)
     packed = self.tables_at(step, progress)
     return step, packed, {name: table.parts() for name, table in packed.items()}
-
-
-COMPRESSIONS = {container.PACKED: PackedCompression}
-"""What compresses for a form in memory; `Compression` does for the others."""
 
 
 def search(
@@ -399,24 +324,21 @@ def _search_divergence(measure, bound, known, step, limits):
 
   The divergence is about proportional to the square of the step.
   """
-  for _ in range(MOST_STEPS):
+  for number in range(2 * MOST_STEPS):
     ordered = sorted(known.values(), key=lambda point: point.step)
     good = [point for point in ordered if point.kl <= bound]
-    if good and max(point.kl for point in good) >= CLOSE * bound:
+    if good and (number >= MOST_STEPS or max(point.kl for point in good) >= CLOSE * bound):
       break
-    step = _next_step(ordered, bound) or step
-    if step in known or not limits[0] <= step <= limits[1]:
+    wanted = _next_step(ordered, bound) or step
+    wanted = min(max(wanted, limits[0]), limits[1])
+    if wanted in known:
       break
-    known[step] = measure(step)
-    # A divergence that no longer falls is that of rounding, not of the step.
-    is_least = len(ordered) > 2 and not good and 2 * step <= ordered[0].step
-    if is_least and known[step].kl > 0.8 * ordered[0].kl:
-      break
+    known[wanted] = measure(wanted)
   good = [point for point in known.values() if point.kl <= bound]
   if not good:
     least = min(point.kl for point in known.values())
     raise ValueError(
-      f"`--kl` must be reachable: the least divergence of these tables is {least:.3g} nats a"
+      f"`kl` must be reachable: the least divergence of these tables is {least:.3g} nats a"
       f" token; got {bound:g}. Give at least {_rounded_up(least):g}, or keep the model as it is."
     )
   return max(good, key=lambda point: point.kl)
@@ -435,9 +357,17 @@ def _next_step(ordered, bound):
     part = (math.log(0.97 * bound) - x) / (y - x) if y > x else 0.5
     part = min(0.9, max(0.1, part))
     return math.exp(math.log(a.step) + part * (math.log(b.step) - math.log(a.step)))
-  nearest = small[-1] if small else large[0]
-  factor = math.sqrt(0.97 * bound / max(nearest.kl, 1e-12))
-  return nearest.step * min(8.0, max(1 / 8, factor))
+  if small:
+    nearest = small[-1]
+    return nearest.step * min(8.0, math.sqrt(0.97 * bound / max(nearest.kl, 1e-12)))
+  # Nothing is good enough: the slope is that of the last two, and the step falls by a fifth at
+  # least, so that a slow approach reaches the bound too.
+  slope, (nearest, *others) = 2.0, large
+  if others and others[0].step > nearest.step:
+    fall = math.log(max(others[0].kl / nearest.kl, 1)) / math.log(others[0].step / nearest.step)
+    slope = min(4.0, max(0.1, fall))
+  factor = (0.95 * bound / nearest.kl) ** (1 / slope)
+  return nearest.step * min(0.8, max(1 / 8, factor))
 
 
 def _rounded_up(value):
