@@ -1,5 +1,6 @@
 """Wrong calls, as people make them: each error names the argument, its value and the remedy."""
 
+import functools
 import inspect
 import os
 import pickle
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import vqjax
 from vqjax import (
   CodebookHead,
   DenseEmbedding,
@@ -238,3 +240,26 @@ def test_an_array_is_accepted_where_a_function_makes_one():
   assert hash(head) == hash(head.clone())
   assert head != CodebookHead(V, D, 5, assignment_init=assignment[::-1])
   assert pickle.loads(pickle.dumps(head)) == head
+
+
+WRONG = [1e39, float("nan"), float("inf"), "x", b"1", [], {}, object(), 1j]
+WRONG += [np.array([1.0, 2.0]), np.float32("nan"), -(2**70)]
+OPTIONS = {
+  "log_prob": ("temperature", "softcap", "scratch", "tile", "dtype"),
+  "softmax": ("top_k", "output"),
+  "cross_entropy": ("label_smoothing", "z_loss", "ignore_index", "reduction"),
+  "sample": ("key", "temperature", "top_k", "top_p", "allowed"),
+  "top_k": ("k",),
+}
+
+
+@pytest.mark.untyped
+@pytest.mark.parametrize(
+  ("name", "option"), [(n, o) for n, given in OPTIONS.items() for o in given]
+)
+def test_an_option_of_another_type_or_range_is_refused_by_name(name, option):
+  given = {"sample": {"key": KEY}, "top_k": {"k": 2}}.get(name, {"tokens": TOKENS})
+  for value in WRONG:
+    call = functools.partial(getattr(vqjax, f"linear_{name}"), HIDDEN, weight=WEIGHT)
+    with pytest.raises((TypeError, ValueError), match=f"`{option}`"):
+      call(**given | {option: value})

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from vqjax.ops.precision import check_precision
@@ -237,9 +238,9 @@ def check_softcap(softcap: float | int | None, name: str = "softcap") -> None:
 
 def check_dtype(dtype: Any) -> None:
   """Raise TypeError unless a dtype is None or floating-point, of at least 16 bits."""
+  is_array = hasattr(dtype, "shape") and not isinstance(dtype, type | np.dtype)
   try:
-    is_floating = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    is_floating &= not hasattr(dtype, "shape") or isinstance(dtype, type | jnp.dtype)
+    is_floating = dtype is None or (not is_array and jnp.issubdtype(dtype, jnp.floating))
   except (TypeError, ValueError):
     is_floating = False
   if not is_floating or (dtype is not None and jnp.dtype(dtype).itemsize < 2):

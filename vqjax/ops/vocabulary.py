@@ -113,8 +113,16 @@ def is_count(number: Any) -> bool:
   return isinstance(number, numbers.Integral) and not isinstance(number, bool | np.bool_)
 
 
+def _check_given(array: Any, name: str) -> None:
+  """Raise TypeError unless an argument that is needed is an array."""
+  check_arrays(**{name: array})
+  if array is None:
+    raise TypeError(f"`{name}` must be an array; got None. Only optional arguments may be None.")
+
+
 def check_vectors(vectors: Array, name: str = "hidden") -> None:
   """Raise ValueError unless vectors are floats of at least 16 bits, of some width."""
+  _check_given(vectors, name)
   if not jnp.issubdtype(vectors.dtype, jnp.floating) or not vectors.ndim or not vectors.shape[-1]:
     raise ValueError(
       f"`{name}` must be floating-point vectors; got {vectors.dtype} of shape {vectors.shape}. Look"
@@ -207,6 +215,7 @@ def widened(tokens: Integer[Array, "*B"]) -> Integer[Array, "*B"]:
   Raises:
     ValueError: the tokens are not integers.
   """
+  _check_given(tokens, "tokens")
   if not jnp.issubdtype(tokens.dtype, jnp.integer):
     raise ValueError(f"`tokens` must be integers; got {tokens.dtype}. Cast them to int32.")
   return tokens.astype(jnp.int64 if jnp.iinfo(tokens.dtype).bits > 32 else jnp.int32)
