@@ -47,10 +47,10 @@ RANK = 256
 """Largest rank of contexts: a higher one of 50,000 tokens takes minutes."""
 
 POWER_ITERATIONS = 2
-"""Power iterations behind contexts that layers begin with; 7 gained 0.02 nats in 4 times the time."""
+"""Power iterations behind contexts that layers begin with; 7 gained 0.02 nats of a training."""
 
 SWEEPS = 3
-"""Passes of the exchange over the vocabulary; the fourth and fifth gained 0.005 nats of bigrams."""
+"""Passes of the exchange over the vocabulary; two more gained 0.005 nats of bigrams."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
