@@ -190,6 +190,7 @@ class Head(VocabularyLayer):
     check_ignore_index(ignore_index)
     if not _is_array(temperature):
       check_temperature(temperature)
+      temperature = float(temperature)
     each = (_of_rows(hidden, temperature=temperature),) if _is_array(temperature) else ()
     hidden, tokens = self._vectors(hidden), value_of(tokens)
     mask = _checked_mask(mask, tokens)
