@@ -264,3 +264,22 @@ def test_integer_tables_that_were_averaged_are_named():
   mean = jax.tree.map(lambda x: np.float32(0.5) * x, variables)
   with pytest.raises(ValueError, match=r"`assignment` of .* 'codes' must be integers.*'params'"):
     head.apply(mean, hidden, np.array([1, 2]), method="log_prob")
+
+
+@pytest.mark.parametrize(
+  ("changes", "wanted"),
+  [
+    ({"z_loss": "x"}, "a number; got 'x'"),
+    ({"z_loss": float("nan")}, "a number; got nan"),
+    ({"token_bias": 3}, "True or False; got 3"),
+    ({"codes": True}, "an integer; got True"),
+    ({"vocab_axis": 3}, "a name; got 3"),
+    ({"codebook_init": 5}, "an initialiser or an array; got 5"),
+    ({"dtype": np.int32}, "a floating-point dtype; got"),
+  ],
+)
+def test_fields_of_another_type_are_refused(changes, wanted):
+  (name,) = changes
+  head = vqjax.CodebookHead(**{"vocab": 97, "dim": 16, "codes": 8} | changes)
+  with pytest.raises(ValueError, match=f"`{name}` of CodebookHead must be {wanted}"):
+    head.size()

@@ -78,11 +78,17 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
       value, is_size = getattr(self, field.name), field.name in ("vocab", "dim")
       # A quantiser's `dim` is None until an embedding sets it.
       is_checked = field.type in (int, "int") or (is_size and value is not None)
-      if is_checked and (not isinstance(value, numbers.Integral) or (is_size and value < 1)):
+      is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+      if is_checked and (not is_integer or (is_size and value < 1)):
         least = " of at least 1" if is_size else ""
         raise ValueError(
           f"`{field.name}` of {type(self).__name__} must be an integer{least}; got {value!r}. Give"
           " a number, such as that of the tokens for `vocab` and the vectors' width for `dim`."
+        )
+      if (wanted := _wanted(field, value)) is not None:
+        raise ValueError(
+          f"`{field.name}` of {type(self).__name__} must be {wanted}; got {value!r}. Give one, or"
+          " leave it out."
         )
     precision.check_precision(getattr(self, "precision", None))
     self.check()
@@ -173,6 +179,35 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   def logical_axes(self) -> dict:
     """Names of the axes of every variable, a tree with tuples as leaves."""
     return variables.logical_axes(self._checked())
+
+
+_KINDS = {
+  "float": (numbers.Real, "a number"),
+  "int": (numbers.Integral, "an integer"),
+  "bool": (bool | np.bool_, "True or False"),
+  "str": (str, "a name"),
+}
+"""Annotations of fields -> what their values are."""
+
+
+def _wanted(field: dataclasses.Field, value: Any) -> str | None:
+  """What the value of a field must be, where it is something else."""
+  annotation = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
+  kind, _, rest = annotation.partition(" | ")
+  if field.name in ("dtype", "param_dtype") and value is not None:
+    try:
+      is_float = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+      is_float = False
+    return None if is_float else "a floating-point dtype"
+  if field.name.endswith("_init") and value is not None:
+    return None if callable(value) else "an initialiser or an array"
+  if kind not in _KINDS or rest not in ("", "None") or (rest and value is None):
+    return None
+  of, what = _KINDS[kind]
+  is_number = kind in ("float", "int")
+  wrong = not isinstance(value, of) or (is_number and isinstance(value, bool))
+  return what if wrong or (is_number and value != value) else None
 
 
 def _with_inherited_attributes(cls: type) -> str:
