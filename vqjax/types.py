@@ -11,10 +11,14 @@ The letters are used as suffixes of array names and in jaxtyping signatures:
 
 from typing import Any, NamedTuple
 
-__all__ = ["Dtype", "Size"]
+__all__ = ["Dtype", "Shape", "Size"]
 
 Dtype = Any
 """A type that `jnp.dtype` accepts."""
+
+
+Shape = tuple[Any, ...]
+"""Lengths of axes: integers, or the symbols of `jax.export`."""
 
 
 class Size(NamedTuple):

@@ -87,7 +87,7 @@ def test_hidden_states_lower_the_error_of_the_scores(name):
   options = {"bytes": BOUNDS.get(name), "method": METHODS[name], "counts": counts}
   guided = rows_of(vqjax.compress(TABLE, hidden=HIDDEN, **options))
   of = lambda rows: relative_error(rows, TABLE, counts + 1.0, HIDDEN)
-  assert of(guided) < 0.8 * of(plain)
+  assert of(guided) < 0.9 * of(plain)
 
 
 def test_counts_lower_the_error_of_frequent_tokens():

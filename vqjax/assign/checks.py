@@ -42,7 +42,7 @@ class Given:
     table: the array, with its first axis in the order of the token ids, or what `table_of` takes.
   """
 
-  table: ArrayLike
+  table: Any
 
   def __post_init__(self):
     object.__setattr__(self, "table", table_of(self.table))
@@ -72,7 +72,9 @@ def check_shape(shape: tuple[int, ...], vocab: int) -> None:
     raise ValueError(f"`assignment` must have shape ({vocab},), as vocab; got {shape}. {REMEDY}")
 
 
-def checked_assignment(assignment: ArrayLike, vocab: int, codes: int) -> Int[np.ndarray, "{vocab}"]:
+def checked_assignment(
+  assignment: ArrayLike | tuple, vocab: int, codes: int
+) -> Int[np.ndarray, "{vocab}"]:
   """The assignment as int32 [V].
 
   Raises:

@@ -59,7 +59,7 @@ def exchange(
   counts: scipy.sparse.sparray,
   codes: int,
   *,
-  start: ArrayLike | None = None,
+  start: ArrayLike | tuple | None = None,
   token_bias: bool = False,
   sweeps: int = 10,
 ) -> Exchanged:

@@ -27,7 +27,7 @@ class Grouping(NamedTuple):
   order: Int[np.ndarray, "V"]
 
 
-def grouping(assignment: ArrayLike) -> Grouping:
+def grouping(assignment: ArrayLike | tuple) -> Grouping:
   """One group for each cluster, with the tokens of the group in order of their ids.
 
   Args:

@@ -59,7 +59,11 @@ class Floor:
 
 
 def floor(
-  assignment: ArrayLike, counts: ArrayLike, *, codes: int | None = None, token_bias: bool = False
+  assignment: ArrayLike | tuple,
+  counts: ArrayLike,
+  *,
+  codes: int | None = None,
+  token_bias: bool = False,
 ) -> Floor:
   """The lowest loss of any model with a `CodebookHead` on a text with these counts.
 

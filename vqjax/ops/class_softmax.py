@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from vqjax.ops import precision, vocab_parallel
 from vqjax.ops.scores import exp_shift
-from vqjax.types import Dtype
+from vqjax.types import Dtype, Shape
 
 __all__ = []
 
@@ -280,7 +280,7 @@ class Normalizers(NamedTuple):
   total: Float[Array, "*B C"]
 
 
-def empty_normalizers(batch: tuple[int, ...], classes: int) -> Normalizers:
+def empty_normalizers(batch: Shape, classes: int) -> Normalizers:
   """Normalisers of no rows."""
   return Normalizers(
     jnp.full((*batch, classes), -jnp.inf, jnp.float32), jnp.zeros((*batch, classes), jnp.float32)

@@ -379,8 +379,10 @@ def readings(blocks: Blocks, targets: Int[Array, "*B"], k: int) -> Readings:
 
 def check_mixture(mixture: float | int | None) -> None:
   """Raise an error unless a weight of the teacher is a number in [0, 1] or None."""
+  if mixture is None:
+    return
   check_numbers(mixture=mixture)
-  if mixture is not None and not 0 <= mixture <= 1:
+  if not 0 <= mixture <= 1:
     raise ValueError(
       f"`mixture` must be in [0, 1]; got {mixture}. Give 0 for the forward KL divergence, 1 for the"
       " reverse one, 0.5 for the Jensen-Shannon divergence, or None for the total variation."

@@ -36,6 +36,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 from vqjax.ops import device, topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import allowed_of, check_numbers, is_count
+from vqjax.types import Shape
 
 __all__ = ["Blocks", "best", "gumbel", "log_z", "sample"]
 
@@ -59,7 +60,7 @@ class Blocks(NamedTuple):
 
   count: int
   block: Callable[[Int[Array, ""]], tuple[Float[Array, "W *B"], Int[Array, "W"]]]
-  batch: tuple[int, ...]
+  batch: Shape
   axis: str | None = None
 
   @property
@@ -170,7 +171,7 @@ def block_width(rows: int, vocab: int) -> int:
 
 
 def row_blocks(
-  batch: tuple[int, ...],
+  batch: Shape,
   rows: int,
   vocab: int,
   scores: Callable[[Callable], Float[Array, "W *B"]],
@@ -477,7 +478,7 @@ def _with_whole_chunks(blocks):
   return blocks._replace(count=parts.count, block=block)
 
 
-def gumbel(key: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "..."]:
+def gumbel(key: PRNGKeyArray, shape: Shape) -> Float[Array, "..."]:
   """Gumbel noise in float32, with more than the default's 2^23 distinct values."""
   # Among a quarter of a million tokens, some of the default's values would tie at the top.
   return jax.random.gumbel(key, shape, jnp.float32, mode="high")

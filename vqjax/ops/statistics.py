@@ -33,6 +33,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vqjax.ops import device, precision, tiles, topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
+from vqjax.types import Shape
 
 __all__ = ["LinearSoftmax"]
 
@@ -256,7 +257,7 @@ def _least_above(layer, row_PN):
   return vocab_parallel.from_owner(least_PN, row_PN, layer.weight.count, axis)
 
 
-def empty(outputs: Outputs, shape: tuple[int, ...], sums_scores: bool) -> _Running:
+def empty(outputs: Outputs, shape: Shape, sums_scores: bool) -> _Running:
   """The statistics of no scores, for tokens of the given shape."""
   lowest, zero = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
   return _Running(

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from vqjax.ops import vocab_parallel
+from vqjax.types import Shape
 
 __all__ = []
 
@@ -24,7 +25,7 @@ class TopK(NamedTuple):
   tokens: Int[Array, "*B k"]
 
 
-def empty(batch: tuple[int, ...], k: int) -> TopK:
+def empty(batch: Shape, k: int) -> TopK:
   """A top-k list of empty entries: the start of a loop that calls `merge`."""
   return TopK(jnp.full((*batch, k), -jnp.inf, jnp.float32), jnp.full((*batch, k), -1, jnp.int32))
 

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
+from vqjax.types import Shape
+
 __all__ = ["in_vocabulary"]
 
 
@@ -86,7 +88,7 @@ def key_of(key: Any) -> Any:
   return jax.random.wrap_key_data(key)
 
 
-def allowed_of(allowed: Any, batch: tuple[int, ...] = ()) -> Array | None:
+def allowed_of(allowed: Any, batch: Shape = ()) -> Array | None:
   """The marks of the tokens that may be drawn, as an array of JAX; None stays None.
 
   Where a size of the batch is a symbol, marks with further axes than V get all axes of the batch.
@@ -134,7 +136,7 @@ def check_vectors(vectors: Array, name: str = "hidden") -> None:
     )
 
 
-def check_mask(mask: Array, shape: tuple[int, ...]) -> None:
+def check_mask(mask: Array, shape: Shape) -> None:
   """Raise ValueError unless a mask has one boolean for each token."""
   if mask.shape != shape or mask.dtype != bool:
     raise ValueError(
@@ -157,7 +159,7 @@ class TokenWeight(NamedTuple):
   @classmethod
   def of(
     cls,
-    shape: tuple[int, ...],
+    shape: Shape,
     mask: Array | None = None,
     weight: Array | None = None,
     tokens: Array | None = None,
