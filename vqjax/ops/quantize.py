@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
@@ -65,6 +66,8 @@ def in_chunks(function: Callable[[Any], Any], tokens: Any, scores: int) -> Any:
     scores: number of intermediate values of `function` for one token.
   """
   total = jax.tree.leaves(tokens)[0].shape[0]
+  if jax.export.is_symbolic_dim(total):
+    return function(tokens)  # an exported program, whose number of tokens is a symbol
   layout = vocab_parallel.token_shards(None)
   own = -(-total // layout.count)
   count = _chunks(own, scores)

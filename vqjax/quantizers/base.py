@@ -232,7 +232,7 @@ class Quantizer(Layer):
         response += self.gumbel * quantize.noise(key, index, response.shape[1:])
       return function(response)
 
-    return quantize.in_chunks(some, (jnp.arange(len(query)), query), self._scores)
+    return quantize.in_chunks(some, (jnp.arange(query.shape[0]), query), self._scores)
 
   @property
   def _scores(self) -> int:
