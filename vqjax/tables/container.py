@@ -210,10 +210,11 @@ def _decode_blocks(
   model: Distributions,
   columns: int,
   blocks: np.ndarray,
+  compiled: bool = True,
 ) -> np.ndarray:
   """The integers of the given restart blocks, [N, RESTART, D]; rows behind the last are 0."""
   decode = decoded
-  if __name__ == "vqjax.tables.container":  # and not a copy of this file
+  if compiled and __name__ == "vqjax.tables.container":  # and not a copy of this file
     from vqjax.tables.entropy_coder import decoded as decode
   lengths = parts["lengths"].astype(np.int64)
   by_block = lengths.sum(axis=1)
@@ -304,21 +305,23 @@ class CompressedTable:
     found = self._levels_of(np.arange(start, stop)).reshape(-1, self.shape[1])
     return found[first - start * RESTART : last - start * RESTART]
 
-  def _levels_of(self, blocks):
+  def _levels_of(self, blocks, compiled=True):
     """The integers of restart blocks, [N, RESTART, D]."""
-    return _decode_blocks(self._parts, self.row_group, self._model, self.shape[1], blocks)
+    columns = self.shape[1]
+    return _decode_blocks(self._parts, self.row_group, self._model, columns, blocks, compiled)
 
   def rows(self, first: int = 0, last: int | None = None) -> np.ndarray:
     """Rows `first` to `last` of the table, float32."""
     levels = self.levels(first, last)
     return self._composed(levels, self.row_group[first : first + len(levels)])
 
-  def blocks_of_rows(self, blocks: np.ndarray) -> np.ndarray:
+  def blocks_of_rows(self, blocks: np.ndarray, compiled: bool = True) -> np.ndarray:
     """The rows of the given blocks of `RESTART` rows, float32 [N, RESTART, D].
 
-    What is behind the last row of the table is not a row.
+    What is behind the last row of the table is not a row. Inside of a callback of a JAX program the
+    decoder must not be a compiled one, whose devices the program may hold.
     """
-    levels = self._levels_of(blocks)
+    levels = self._levels_of(blocks, compiled)
     ids = (blocks[:, None] * RESTART + np.arange(RESTART)).clip(max=self.shape[0] - 1)
     return self._composed(levels, self.row_group[ids])
 

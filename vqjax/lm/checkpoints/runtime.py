@@ -201,7 +201,9 @@ class _Decoded:
   def _decode(self, wanted):
     missing = np.array([number for number in wanted if int(number) not in self._blocks], np.int64)
     if len(missing):
-      self._blocks |= zip(missing.tolist(), self._table.blocks_of_rows(missing))
+      # By NumPy, since this is a callback.
+      rows = self._table.blocks_of_rows(missing, compiled=False)
+      self._blocks |= zip(missing.tolist(), rows)
     for number in wanted:
       self._blocks.move_to_end(int(number))
     while len(self._blocks) > self._most:
