@@ -120,6 +120,8 @@ check: $(STAMP)
 # Before a release: also older vector instructions, further versions of Python, and the broken runs.
 test-all: check
 	for isa in $(OLDER); do $(OPTIMISED)=$$isa $(PYTEST) -m "not slow" $(NUMERIC) || exit 1; done
+	VQJAX_EXHAUSTIVE=1 $(PY) -m pytest tests/experiments/bench/test_catalogues.py \
+	  tests/experiments/plan/test_memory.py
 	$(MAKE) test-versions
 	$(MAKE) faults
 

@@ -3,6 +3,8 @@
 Nothing is run: what a compiler allocates beside arguments and results is in its own account.
 """
 
+import os
+
 import jax
 import pytest
 
@@ -21,6 +23,11 @@ def _subclasses(kind):
   return {kind}.union(*map(_subclasses, kind.__subclasses__()))
 
 
+# The others compile for minutes in all: `make test-all`.
+SOME = ["dense head", "codebook head", "unshared grouped head", "linear_log_prob"]
+NAMES = [*memory.CASES] if os.environ.get("VQJAX_EXHAUSTIVE") else SOME
+
+
 @pytest.fixture
 def _as_users_compile():
   before = jax.config.read("jax_disable_most_optimizations")
@@ -33,7 +40,7 @@ def _as_users_compile():
 @pytest.mark.usefixtures("_as_users_compile")
 @pytest.mark.parametrize("devices", memory.DEVICES)
 @pytest.mark.parametrize("compiler", memory.SCRATCH)
-@pytest.mark.parametrize("name", memory.CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_temporaries_are_tiles_and_arrays_as_large_as_the_hidden_vectors(name, compiler, devices):
   if extra := memory.missing(compiler):
     pytest.skip(f"needs the extra `{extra}`: pip install 'vqjax[{extra}]'")
