@@ -25,9 +25,11 @@ def table_of(given: Any) -> Any:
 
   That is its assignment or, where it has none, its order; what is not such a result stays.
   """
-  for name in ("assignment", "order"):
-    if name in getattr(given, "_fields", ()):
-      return getattr(given, name)
+  # Of no other object an attribute is read: that of a module would set the module up.
+  if isinstance(given, tuple):
+    for name in ("assignment", "order"):
+      if name in getattr(given, "_fields", ()):
+        return getattr(given, name)
   return given
 
 

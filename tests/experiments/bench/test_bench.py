@@ -192,7 +192,7 @@ def test_float64_log_probabilities_equal_scipys():
 
 @pytest.mark.slow
 def test_slices_have_the_loss_and_gradient_of_all_tokens_at_once(monkeypatch):
-  sizes = codebook.CodebookSizes(LossShape(12, 6, 31), (5,), (7, 20), 3, (4, 2), (1,), (1,))
+  sizes = codebook.CodebookSizes(LossShape(12, 6, 31), (5,), (7, 20), 3)
   monkeypatch.setattr(codebook, "SLICE_SCORES", 4 * 31)
   rows, data = codebook.contenders(sizes), codebook.batch(sizes.shape)
   equal = {codebook.FULL: codebook.TILED, codebook.GATHER: "codebook K=5"}
