@@ -39,6 +39,7 @@ class Timed(NamedTuple):
 
   Attributes:
     seconds: median time of a call.
+    cpu_seconds: median time of all cores together, of the programs of `compare`; otherwise 0.
     temp_bytes: temporaries, by the compiler's account.
     peak_bytes: arguments, results and temporaries, by the compiler's account.
     output: the result of the last call.
@@ -50,6 +51,7 @@ class Timed(NamedTuple):
   peak_bytes: int
   output: Any
   calls: int
+  cpu_seconds: float = 0.0
 
 
 def compare(programs: dict[str, Call], rounds: int = 5) -> dict[str, Timed]:
@@ -60,22 +62,31 @@ def compare(programs: dict[str, Call], rounds: int = 5) -> dict[str, Timed]:
   """
   compiled = {n: jax.jit(f).lower(*args).compile() for n, (f, args) in programs.items()}
   times: dict[str, list[float]] = {name: [] for name in programs}
+  of_cores: dict[str, list[float]] = {name: [] for name in programs}
   outputs = dict.fromkeys(programs)
 
   def call(name):
     # Dropped before the call: two results alive at once would raise the peak of memory.
     outputs[name] = None
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     outputs[name] = jax.block_until_ready(compiled[name](*programs[name][1]))
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - cpu
 
-  first = {name: call(name) for name in programs}
+  first = {name: call(name)[0] for name in programs}
   repeats = {name: 5 if 5 * t < max(first.values()) else 1 for name, t in first.items()}
   for _ in range(rounds):
     for name in programs:
       call(name)  # not counted: it meets caches and heap as another program left them
-      times[name] += [call(name) for _ in range(repeats[name])]
-  return {name: _timed(times[name], one, outputs[name]) for name, one in compiled.items()}
+      for _ in range(repeats[name]):
+        seconds, cpu_seconds = call(name)
+        times[name].append(seconds)
+        of_cores[name].append(cpu_seconds)
+  return {
+    name: _timed(times[name], one, outputs[name])._replace(
+      cpu_seconds=statistics.median(of_cores[name])
+    )
+    for name, one in compiled.items()
+  }
 
 
 def compare_within(

@@ -47,6 +47,10 @@ BENCHMARKS = {
     lambda quick: softmax.speed_and_error(quick),
     is_default=True,
   ),
+  "budgets": Benchmark(
+    "losses in 64 and 100 MiB, with and without masked tokens; two minutes",
+    lambda quick: softmax.budgets(quick),
+  ),
   "options": Benchmark(
     "each option of the tiled softmax against the plain loss",
     lambda quick: softmax.options(quick),

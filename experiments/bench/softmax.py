@@ -27,6 +27,7 @@ from vqjax.sharding import MeshShape, make_mesh
 MATERIALISED, TILED, PLAIN = "materialised (optax)", "linear_log_prob", "plain loss"
 REDUCED, SCRATCH = "linear_cross_entropy, mean", 64 * 2**20
 TILES = ((256, 1280), (512, 640), (512, 2560), (1024, 1280), (2048, 640))
+BUDGET_SHAPES = LossShape(2048, 256, 32000), LossShape(4096, 128, 8192), LossShape(1024, 512, 50304)
 MAX_ERROR = 1e-4
 """Nats. float32 sums in any order are closer to float64 than this; a wrong sum is not."""
 DEVICES = 8
@@ -82,6 +83,63 @@ def speed(shape: LossShape, tiles: Sequence[tuple[int, int]], rounds: int) -> di
     "loss_float64": exact,
     "rows": rows,
     "refused": refused,
+  }
+
+
+def budgets(quick: bool) -> Iterator[dict[str, Any]]:
+  """Time losses under two budgets of memory, with all tokens and with half of them masked.
+
+  Seconds are those of the clock; CPU seconds count all cores.
+  """
+  shapes = BUDGET_SHAPES if not quick else (LossShape(32, 16, 509),)
+  figures = []
+  for shape in shapes:
+    programs = {MATERIALISED: gradient(losses.materialised_loss)}
+    for mib in (64, 100):
+      programs |= _budget_programs(shape, mib)
+    data = losses.arrays(shape)
+    timed = compare({name: (f, data) for name, f in programs.items()}, 1 if quick else 7)
+    stored = timed[MATERIALISED]
+    rows = {
+      name: {
+        "time_ratio": one.seconds / stored.seconds,
+        "cpu_ratio": one.cpu_seconds / stored.cpu_seconds,
+        "seconds": one.seconds,
+        "temp_bytes": one.temp_bytes,
+      }
+      for name, one in timed.items()
+    }
+    measure.show_rows(
+      f"loss and gradient, {shape} float32, {device()}",
+      ("", "ms", "ratio", "CPU ratio", "temp MiB"),
+      [
+        [
+          name,
+          f"{row['seconds'] * 1e3:.1f}",
+          f"{row['time_ratio']:.2f}",
+          f"{row['cpu_ratio']:.2f}",
+          measure.mib(row["temp_bytes"]),
+        ]
+        for name, row in rows.items()
+      ],
+    )
+    figures.append({"shape": shape._asdict(), "rows": rows})
+    yield {"shapes": figures}
+
+
+def _budget_programs(shape: LossShape, mib: int) -> dict[str, Callable]:
+  scratch, half = mib * 2**20, np.arange(shape.tokens) % 2 == 0
+  mean = lambda **given: gradient(
+    lambda h, w, t: linear_cross_entropy(h, w, t, reduction="mean", scratch=scratch, **given)
+  )
+  log_prob = lambda **given: gradient(
+    lambda h, w, t: -linear_log_prob(h, w, t, scratch=scratch, **given).mean()
+  )
+  return {
+    f"mean, {mib} MiB": mean(),
+    f"mean, {mib} MiB, half masked": mean(mask=half),
+    f"log_prob, {mib} MiB": log_prob(),
+    f"log_prob, {mib} MiB, half masked": log_prob(mask=half),
   }
 
 
