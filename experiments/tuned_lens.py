@@ -97,19 +97,18 @@ def mixed() -> str:
 
 
 def shown(results) -> str:
-  """The results as tables in Markdown: a column a block, for each model."""
-  tables = []
-  for name, result in results.items():
-    count = len(result["logit"])
-    line = lambda *cells: f"| {' | '.join(map(str, cells))} |"
-    rows = [
-      line("blocks before", f"KL of {name}, logit lens", "tuned lens"),
-      "| ---: | ---: | ---: |",
-    ]
-    for number in range(count):
-      rows.append(line(number, f"{result['logit'][number]:.3f}", f"{result['tuned'][number]:.3f}"))
-    tables.append("\n".join(rows))
-  return "\n\n".join(tables)
+  """The results as a table in Markdown: a column a model, with logit lens and tuned lens."""
+  line = lambda *cells: f"| {' | '.join(map(str, cells))} |"
+  rows = [line("blocks before", *results), line(*["---:"] * (1 + len(results)))]
+  for block in range(max(len(result["logit"]) for result in results.values())):
+    cells = (
+      f"{result['logit'][block]:.3f}, {result['tuned'][block]:.3f}"
+      if block < len(result["logit"])
+      else ""
+      for result in results.values()
+    )
+    rows.append(line(block, *cells))
+  return "\n".join(rows)
 
 
 if __name__ == "__main__":
