@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -198,19 +199,21 @@ INTEGERS = frozenset(name for name, dtype in DTYPES.items() if np.dtype(dtype).k
 
 
 class VariableSource(NamedTuple):
-  """A variable of a decoder, and the tensors that hold it: one, or one for each block.
+  """A variable of a decoder, and the tensors that hold it: one, or one for each block or expert.
 
   Attributes:
     rule: where it is.
     shape: its shape.
     tensors: the names and the tensors, whole.
     rows: the rows of a tensor that are the variable's; the others are of variables that it joins.
+    columns: the entries of its last axis that are, likewise.
   """
 
   rule: Rule
   shape: tuple[int, ...]
   tensors: list[tuple[str, Tensor]]
   rows: slice = slice(None)
+  columns: slice = slice(None)
 
 
 def variable_sources(
@@ -233,9 +236,10 @@ def variable_sources(
     )
   found, missing, used = {}, [], set()
   for path, struct in shapes.items():
-    rule, stacked = rules[path], path[0] == "blocks"
-    name = rule.tensor_name(source.kind)
-    names = [name.format(layer) for layer in range(model.layers)] if stacked else [name]
+    rule, stacked = rules[path], struct.shape[: rules[path].stacked_axes(source.kind)]
+    # A config may ask for more tensors than can be counted; one more than there are is missing.
+    numbers = itertools.islice(np.ndindex(stacked), len(tensors) + 1)
+    names = [rule.tensor_name(source.kind).format(*number) for number in numbers]
     used |= {*names}
     missing += [name for name in names if name not in tensors]
     found[path] = VariableSource(
@@ -257,16 +261,21 @@ def variable_sources(
     )
 
   def file_shape(path):
-    shape = shapes[path].shape[1:] if path[0] == "blocks" else shapes[path].shape
+    shape = shapes[path].shape[rules[path].stacked_axes(source.kind) :]
     return rules[path].tensor_layout(source.kind).file_shape(shape)
 
   for path, part in found.items():
     expected = file_shape(path)
-    if part.rule.joined:
-      counts = [file_shape(tuple(name.split("/")))[0] for name in part.rule.joined]
-      first = sum(counts[: part.rule.joined.index("/".join(path))])
-      found[path] = part._replace(rows=slice(first, first + expected[0]))
-      expected = (sum(counts), *expected[1:])
+    if joined := part.rule.joined_with(source.kind):
+      number = joined.index("/".join(path))
+      if part.rule.interleaved:
+        found[path] = part._replace(columns=slice(number, None, len(joined)))
+        expected = (*expected[:-1], len(joined) * expected[-1])
+      else:
+        counts = [file_shape(tuple(name.split("/")))[0] for name in joined]
+        first = sum(counts[:number])
+        found[path] = part._replace(rows=slice(first, first + expected[0]))
+        expected = (sum(counts), *expected[1:])
     for name, tensor in part.tensors:
       if tensor.format in INTEGERS:
         raise ValueError(
@@ -377,21 +386,24 @@ def _array(
   array = _aligned(lengths, jnp.dtype(dtype))
   layout = part.rule.tensor_layout(source.kind)
   offset = part.rule.gguf_offset if source.kind == "gguf" else 0.0
-  if part.rule.path.startswith("blocks/"):
-    blocks = range(*index[0].indices(part.shape[0]))
-    pieces = [(array[at], part.tensors[block][1]) for at, block in enumerate(blocks)]
-    shape, index = part.shape[1:], index[1:]
-  else:
-    pieces, shape = [(array, part.tensors[0][1])], part.shape
-  if layout.text == "v d -> v d":
-    # A block of rows at a time, so that no second copy of the table exists.
-    pieces = _blocks_of_rows(*pieces[0], index[0])
+  stacked = part.rule.stacked_axes(source.kind)
+  numbers = np.arange(len(part.tensors)).reshape(part.shape[:stacked])[index[:stacked]]
+  pieces = [
+    (array[at], part.tensors[number][1], part.rows) for at, number in np.ndenumerate(numbers)
+  ]
+  shape, index = part.shape[stacked:], index[stacked:]
+  if is_cut := len(shape) > 1 and layout.keeps_rows and part.rows == slice(None):
+    # A block of rows at a time, so that no second copy of a table or of all experts exists.
+    pieces = [cut for piece in pieces for cut in _blocks_of_rows(*piece[:2], index[0])]
     index = (slice(None), *index[1:])
 
   def copy(piece):
-    target, tensor, *rows = piece
-    values = tensor.read(rows[0] if rows else part.rows)
-    values = (values if rows else layout.variable(values, shape))[index]
+    target, tensor, rows = piece
+    values = tensor.read(rows)[..., part.columns]
+    if is_cut:
+      values = layout.variable(values, (len(target), *shape[1:]))[index]
+    else:
+      values = layout.variable(values, shape)[index]
     np.copyto(target, values - np.float32(offset) if offset else values, casting="unsafe")
     release(values)
 
@@ -402,7 +414,7 @@ def _array(
 def _blocks_of_rows(
   target: np.ndarray, tensor: Tensor, index: slice
 ) -> list[tuple[np.ndarray, Tensor, slice]]:
-  """Parts of a table, and the rows of the tensor that they hold."""
+  """Parts of a variable, and the rows of the tensor that they hold."""
   first, last, _ = index.indices(tensor.shape[0])
   step = max(1, BLOCK // max(1, math.prod(tensor.shape[1:])))
   starts = range(first, last, step)
@@ -499,14 +511,16 @@ def write_folder(
       for part, array in table.items():
         files.add(prefix + rule.name + SEPARATOR + part, array)
       continue
-    for layer in range(model.layers if path[0] == "blocks" else 1):
-      block = value[layer] if path[0] == "blocks" else value
+    for number in np.ndindex(value.shape[: rule.stacked_axes("safetensors")]):
+      block, name = value[number], prefix + rule.name.format(*number)
       tensor = layout.tensor(np.asarray(jax.device_get(block))).astype(dtype or value.dtype)
-      parts = held.setdefault(prefix + rule.name.format(layer), []) if rule.joined else []
+      parts = held.setdefault(name, []) if rule.joined else []
       parts.append(tensor)
       if len(parts) == max(1, len(rule.joined)):
         joined = np.concatenate(parts) if rule.joined else np.ascontiguousarray(tensor)
-        files.add(prefix + rule.name.format(layer), joined)
+        if rule.interleaved:
+          joined = np.stack(parts, axis=-1).reshape(*tensor.shape[:-1], -1)
+        files.add(name, joined)
         parts.clear()
   files.finish()
   ends = {}
