@@ -25,6 +25,7 @@ from vqjax.lm.checkpoints.runtime import Runtime, runtime_of
 from vqjax.lm.models import Transformer
 from vqjax.lm.sources.families import Family, Rule, described, family_of
 from vqjax.lm.sources.layout import Layout
+from vqjax.lm.sources.quantised import dequantised
 from vqjax.lm.sources.readers import (
   ModelSource,
   Tensor,
@@ -42,7 +43,7 @@ from vqjax.lm.tokenizers.reading import (
 from vqjax.outputs import new_output
 from vqjax.sharding import shardings
 from vqjax.tables.container import SEPARATOR
-from vqjax.tables.tensor_files import DTYPES, release, save_file
+from vqjax.tables.tensor_files import DTYPES, NARROW, release, save_file
 from vqjax.types import Dtype
 
 __all__ = ["Loaded", "decoder", "load", "read_variables", "save"]
@@ -194,8 +195,9 @@ BODY = (
 """Fields of a decoder that its body computes with."""
 
 
-INTEGERS = frozenset(name for name, dtype in DTYPES.items() if np.dtype(dtype).kind in "iub")
-"""Number formats that weights do not have."""
+INTEGERS = {name for name, dtype in DTYPES.items() if np.dtype(dtype).kind in "iub"}
+NOT_WEIGHTS = frozenset(INTEGERS | NARROW.keys())
+"""Number formats that weights do not have, except with scales."""
 
 
 class VariableSource(NamedTuple):
@@ -277,7 +279,7 @@ def variable_sources(
         found[path] = part._replace(rows=slice(first, first + expected[0]))
         expected = (sum(counts), *expected[1:])
     for name, tensor in part.tensors:
-      if tensor.format in INTEGERS:
+      if tensor.format in NOT_WEIGHTS:
         raise ValueError(
           f"{name} of {source.path} must have a format of floating-point numbers, or one of a GGUF;"
           f" got {tensor.format}. Use the original weights."
@@ -291,10 +293,11 @@ def variable_sources(
 
 
 def _without_prefix(source: ModelSource, family: Family) -> dict[str, Tensor]:
-  """The tensors by the names of the rules, and without those of other modalities."""
+  """The tensors by the names of the rules, with quantised weights as numbers."""
   if source.kind != "safetensors":
     return dict(source.tensors)
-  return {name.removeprefix(family.prefix): tensor for name, tensor in source.tensors.items()}
+  tensors = dequantised(source.path, source.config, source.tensors)
+  return {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
 
 
 @functools.lru_cache(maxsize=4)  # tracing takes as long as reading half a gigabyte
@@ -317,8 +320,7 @@ def _read(
   _read_ahead(source)
   read = {}
   with ThreadPoolExecutor(os.cpu_count()) as pool:
-    tensors = [named for part in found.values() for named in part.tensors]
-    list(pool.map(lambda named: verify_tensor(*named, source.path), tensors))
+    list(pool.map(lambda named: verify_tensor(*named, source.path), source.tensors.items()))
     for path, struct in flat.items():
       part = found.get(_loaded_path(path, own, model))
       if part is not None and part.shape == struct.shape:

@@ -333,7 +333,7 @@ def copy_folder(
     verify_tensor(name, tensor, source.path)
     arrays = replaced(name, tensor)
     if arrays is None:
-      arrays = {name: np.ascontiguousarray(tensor.read(slice(None)))}
+      arrays = {name: np.asarray(tensor.read(slice(None)), order="C")}
     for full, array in arrays.items():
       files.add(full, array)
   files.finish()

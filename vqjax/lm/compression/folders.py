@@ -52,6 +52,7 @@ from vqjax.tables.coded import SMOOTHING
 from vqjax.tables.grids import check_rows
 from vqjax.tables.moments import SHRINKAGE
 from vqjax.tables.search import CLOSE_SIZE, Point, Tables, search
+from vqjax.tables.tensor_files import NARROW
 
 __all__ = ["read_moments"]
 
@@ -234,7 +235,13 @@ def _stored_tables(
   tables = {}
   for part in TABLES if model.head.embedding is None else TABLES[:1]:
     ((name, tensor),) = found[part, "weight"].tensors
-    tables[part] = prefix + name if prefix + name in source.tensors else name, tensor
+    full = prefix + name if prefix + name in source.tensors else name
+    if full not in source.tensors:
+      raise ValueError(
+        f"`model` must have plain tables; got {source.path}, where {name} is quantised. Give the"
+        " original model."
+      )
+    tables[part] = full, tensor
   return tables
 
 
@@ -443,7 +450,8 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
       " out, and give `--text`."
     )
   moments = {name: path and read_moments(path) for name, path in job.moments.items()}
-  of_two_axes = [name for name, tensor in source.tensors.items() if len(tensor.shape) == 2]
+  is_table = lambda tensor: len(tensor.shape) == 2 and tensor.format not in NARROW
+  of_two_axes = [name for name, tensor in source.tensors.items() if is_table(tensor)]
   for name in moments:
     if name not in of_two_axes:
       near = difflib.get_close_matches(name, of_two_axes, 3, 0.0)

@@ -335,7 +335,7 @@ def _table_rows(where: str, table, rows: slice) -> np.ndarray:
 
 
 def _safetensors(file: pathlib.Path) -> dict[str, Tensor]:
-  tensors, _ = tensor_files.open_file(file)
+  tensors, _ = tensor_files.open_file(file, narrow=True)
   return {
     name: dataclasses.replace(_view(x.array, x.format), named=x.named, checksum=x.checksum)
     for name, x in tensors.items()
@@ -343,7 +343,8 @@ def _safetensors(file: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _view(view: np.ndarray, format: str) -> Tensor:
-  return Tensor(view.shape, format, view.nbytes, view.__getitem__)
+  # A number without axes has no rows.
+  return Tensor(view.shape, format, view.nbytes, view.__getitem__ if view.ndim else lambda _: view)
 
 
 def verify_tensor(name: str, tensor: Tensor, path: pathlib.Path) -> None:

@@ -327,6 +327,8 @@ HARMLESS = frozenset(
     *("cache_implementation", "attn_implementation", "torchscript", "use_bfloat16"),
     *("chunk_size_feed_forward", "tf_legacy_loss", "rope_interleaved", "use_flash_attn"),
     *("use_kernels", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+    # How weights are stored, which `quantised` reads.
+    *("quantization_config", "compression_config"),
     # Sizes that no formula has.
     *("n_ctx", "n_special", "predict_special_tokens", "max_sequence_length", "max_length"),
     *("model_max_length", "seq_length", "max_window_layers", "sliding_window"),
