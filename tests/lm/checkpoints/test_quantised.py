@@ -1,6 +1,7 @@
 """Quantised folders are read as the numbers that their weights stand for."""
 
 import json
+import pathlib
 
 import jax
 import ml_dtypes
@@ -11,6 +12,8 @@ import safetensors.numpy
 from tests.lm.checkpoints.families import small
 from vqjax.lm import checkpoints
 from vqjax.lm.compression.folders import TensorJob, compress_tensors
+from vqjax.lm.sources import readers
+from vqjax.lm.sources.quantised import dequantised
 from vqjax.tables.tensor_files import save_file
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
@@ -149,7 +152,7 @@ def test_its_table_is_compressed_and_all_else_copied(folders, tmp_path):
 
 def test_blocks_of_four_bits_are_those_of_gpt_oss(tmp_path):
   model, variables = small("gpt_oss", intermediate_size=64)
-  checkpoints.save(tmp_path / "saved", model, variables)
+  checkpoints.save(tmp_path / "saved", model, jax.tree.map(np.asarray, variables))
   config = json.loads((tmp_path / "saved" / "config.json").read_text())
   rng, narrow, wide = np.random.default_rng(0), {}, {}
   for name, array in safetensors.numpy.load_file(tmp_path / "saved" / "model.safetensors").items():
@@ -170,6 +173,21 @@ def test_blocks_of_four_bits_are_those_of_gpt_oss(tmp_path):
   found = written(tmp_path / "narrow", narrow, config | {"quantization_config": settings})
   expected = written(tmp_path / "wide", wide, config)
   assert_equal(*(checkpoints.load(folder).variables for folder in (found, expected)))
+
+
+def test_blocks_of_four_bits_are_those_of_transformers():
+  torch = pytest.importorskip("torch", reason="`make parity` installs PyTorch")
+  mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+  rng, tensors = np.random.default_rng(0), {}
+  for name, shape in {"blocks": (3, 5, 2, 16), "scales": (3, 5, 2)}.items():
+    array = rng.integers(*((0, 256) if name == "blocks" else (110, 140)), shape).astype(np.uint8)
+    tensors[name] = readers.Tensor(shape, "U8", array.nbytes, array.__getitem__)
+  config = {"quantization_config": {"quant_method": "mxfp4"}}
+  given = {f"down_proj_{name}": tensor for name, tensor in tensors.items()}
+  found = dequantised(pathlib.Path("folder"), config, given)["down_proj"].read(slice(None))
+  parts = (torch.tensor(tensors[name].read(slice(None))) for name in ("blocks", "scales"))
+  expected = mxfp4.convert_moe_packed_tensors(*parts, dtype=torch.float32)
+  np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +214,7 @@ def test_blocks_of_four_bits_are_those_of_gpt_oss(tmp_path):
 )
 def test_what_is_not_read_is_refused_by_its_name(settings, problem, tmp_path):
   model, variables = small("llama", num_hidden_layers=1)
-  checkpoints.save(tmp_path / "saved", model, variables)
+  checkpoints.save(tmp_path / "saved", model, jax.tree.map(np.asarray, variables))
   config = json.loads((tmp_path / "saved" / "config.json").read_text())
   tensors = safetensors.numpy.load_file(tmp_path / "saved" / "model.safetensors")
   tensors = {n: x.astype(FLOAT8) if "_proj" in n else x for n, x in tensors.items()}

@@ -513,17 +513,20 @@ def write_folder(
       for part, array in table.items():
         files.add(prefix + rule.name + SEPARATOR + part, array)
       continue
-    for number in np.ndindex(value.shape[: rule.stacked_axes("safetensors")]):
-      block, name = value[number], prefix + rule.name.format(*number)
-      tensor = layout.tensor(np.asarray(jax.device_get(block))).astype(dtype or value.dtype)
-      parts = held.setdefault(name, []) if rule.joined else []
-      parts.append(tensor)
-      if len(parts) == max(1, len(rule.joined)):
-        joined = np.concatenate(parts) if rule.joined else np.ascontiguousarray(tensor)
-        if rule.interleaved:
-          joined = np.stack(parts, axis=-1).reshape(*tensor.shape[:-1], -1)
-        files.add(name, joined)
-        parts.clear()
+    axes = value.shape[: rule.stacked_axes("safetensors")]
+    for layer in np.ndindex(axes[:1]):
+      block = np.asarray(jax.device_get(value[layer]))
+      for expert in np.ndindex(axes[1:]):
+        tensor = layout.tensor(block[expert]).astype(dtype or value.dtype)
+        name = prefix + rule.name.format(*layer, *expert)
+        parts = held.setdefault(name, []) if rule.joined else []
+        parts.append(tensor)
+        if len(parts) == max(1, len(rule.joined)):
+          joined = np.concatenate(parts) if rule.joined else np.ascontiguousarray(tensor)
+          if rule.interleaved:
+            joined = np.stack(parts, axis=-1).reshape(*tensor.shape[:-1], -1)
+          files.add(name, joined)
+          parts.clear()
   files.finish()
   ends = {}
   if tokenizer is not None:
