@@ -1,6 +1,5 @@
 """Hashes of n-grams: equal bit for bit to integers of any size, and to models that have them."""
 
-import importlib.util
 import math
 
 import jax
@@ -97,6 +96,7 @@ def test_a_table_is_read_by_the_share_that_the_readings_say():
   assert small.shared >= 5
 
 
+@pytest.mark.untyped
 @pytest.mark.parametrize(
   ("make", "message"),
   [
@@ -115,9 +115,7 @@ def test_what_is_no_hash_is_refused_by_name(make, message):
     make()
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs `make parity`")
 def test_ids_are_those_of_transformers():
-  torch = pytest.importorskip("torch")
   modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
   configuration = pytest.importorskip("transformers.models.qwen4_exp.configuration_qwen4_exp")
   config = configuration.Qwen4ExpTextConfig(
@@ -133,6 +131,7 @@ def test_ids_are_those_of_transformers():
   assert of.multipliers == tuple(theirs.layer_multipliers.tolist())
   assert of.sizes == tuple(theirs.head_vocab_sizes)
   tokens = text(of)
+  torch = pytest.importorskip("torch")
   # A table whose rows are their numbers.
   table = torch.arange(theirs.ngram_embedding.weight.shape[0]).float()
   theirs.ngram_embedding.weight.data = table[:, None].repeat(1, 4)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ LARGEST = 2**31 - 1
 """Largest number of rows: ids are int32."""
 
 Tokens = Integer[np.ndarray, "*B T"] | Integer[Array, "*B T"]
+Previous = Integer[np.ndarray, "*B P"] | Integer[Array, "*B P"]
 Ids = Int[np.ndarray, "*B T H"] | Int[Array, "*B T H"]
 
 
@@ -56,7 +57,7 @@ class NGramHash(Protocol):
   @property
   def rows(self) -> int: ...
 
-  def __call__(self, tokens: Tokens, previous: Tokens | None = None) -> Ids:
+  def __call__(self, tokens: Tokens, previous: Previous | None = None) -> Ids:
     """The rows of every token, [*B, T, H]; `previous` are the n - 1 tokens before, [*B, n - 1]."""
 
 
@@ -73,7 +74,7 @@ class _Hash:
     """Number of rows that a token reads, H."""
     return len(self.sizes)
 
-  def __call__(self, tokens: Tokens, previous: Tokens | None = None) -> Ids:
+  def __call__(self, tokens: Tokens, previous: Previous | None = None) -> Ids:
     """The rows of every token.
 
     Args:
@@ -202,7 +203,7 @@ class XorHash(_Hash):
     heads: int = 8,
     least: int = 20_000_000,
     seed: int = 1234,
-  ) -> Self:
+  ) -> XorHash:
     """The hash of a layer of `qwen4_exp`.
 
     Args:
@@ -233,7 +234,7 @@ class XorHash(_Hash):
     layer: int = 0,
     heads: int = 8,
     seed: int = 0,
-  ) -> Self:
+  ) -> XorHash:
     """The hash of a layer of Engram.
 
     Tokens are canonical ids: those of pieces that read alike are equal.
