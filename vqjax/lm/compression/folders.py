@@ -50,6 +50,7 @@ from vqjax.tables.coded import SMOOTHING
 from vqjax.tables.grids import check_rows
 from vqjax.tables.moments import SHRINKAGE
 from vqjax.tables.search import CLOSE_SIZE, Point, Tables, search
+from vqjax.tables.tensor_files import NARROW
 
 __all__ = ["read_moments"]
 
@@ -429,7 +430,8 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
       " out, and give `--text`."
     )
   moments = {name: path and read_moments(path) for name, path in job.moments.items()}
-  of_two_axes = [name for name, tensor in source.tensors.items() if len(tensor.shape) == 2]
+  is_table = lambda tensor: len(tensor.shape) == 2 and tensor.format not in NARROW
+  of_two_axes = [name for name, tensor in source.tensors.items() if is_table(tensor)]
   for name in moments:
     if name not in of_two_axes:
       near = difflib.get_close_matches(name, of_two_axes, 3, 0.0)
