@@ -39,8 +39,9 @@ def value_of(array: Any) -> Any:
   if not is_other or (isinstance(array, np.ndarray) and array.dtype.kind in "OSU"):
     return array
   if isinstance(array, np.ndarray) and array.dtype.kind in "iu":
-    held = np.iinfo(jax.dtypes.canonicalize_dtype(array.dtype))
-    array = np.where((array >= held.min) & (array <= held.max), array, -1)
+    held = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
+    # NumPy 2.5 has no -1 beside unsigned integers.
+    array = np.where((array >= held.min) & (array <= held.max), array.astype(np.int64), -1)
   return jnp.asarray(array)
 
 
