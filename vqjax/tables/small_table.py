@@ -224,6 +224,10 @@ class _Codes:
   def embedding(small, fields):
     form = small.form
     shared = len(form.values) == 1 and form.subspaces > 1
+    params = {"values": jnp.asarray(form.values)}
+    if form.basis is not None:
+      params["basis"] = jnp.asarray(form.basis, jnp.float32)
+      fields = {"rotated": True} | fields
     embedding = ProductEmbedding(
       *small.shape, form.codes, form.subspaces, shared, form.additive, **fields
     )
@@ -231,7 +235,7 @@ class _Codes:
       jnp.asarray(form.data), jnp.arange(form.vocab), form.subspaces, form.bits
     )
     codes = codes.astype(embedding.declare()["codes"].dtype)
-    return embedding, {"params": {"values": jnp.asarray(form.values)}, "codes": {"codes": codes}}
+    return embedding, {"params": params, "codes": {"codes": codes}}
 
 
 CODECS = {"integers": _Integers, "packed": _Packed, "int8": _Int8, "codes": _Codes}
