@@ -259,26 +259,30 @@ def test_losses_without_a_meaning_are_refused(options, message):
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("shape", [None, (2, 4)])
-def test_weights_of_classes_are_those_of_their_targets(shape, reduction):
+@pytest.mark.parametrize(("shape", "tile"), [(None, None), (None, (4, 10)), ((2, 4), None)])
+def test_weights_of_classes_are_those_of_their_targets(shape, tile, reduction):
   *operands, tokens, _ = arrays(13, 101, "plain")
+  # The losses of classes without weight are not finite where they are scored, nan elsewhere.
+  operands[2][0] = -np.inf
+  tokens = np.where(np.arange(13) % 3 == 2, 0, np.maximum(tokens, 1))
   class_weight, token_weight = np.random.default_rng(5).random((2, 101), np.float32)
-  class_weight[tokens[2]], token_weight, padded = 0, token_weight[:13], tokens.copy()
+  class_weight[0], token_weight, padded = 0, token_weight[:13], tokens.copy()
   padded[[4, 9]] = -100
-  weights = {"token_weight": token_weight, "ignore_index": -100, "vocab_axis": "model"}
-  ours = lambda h, w, b, classes: (
-    linear_cross_entropy(h, w, padded, b, class_weight=classes, reduction=reduction, **weights),
-  )
+  weights = {"ignore_index": -100, "vocab_axis": "model", "tile": tile}
 
-  def whole(h, w, b, classes):
+  def ours(h, w, b, classes, token_weight):
+    given = {"class_weight": classes, "token_weight": token_weight, "reduction": reduction}
+    return (linear_cross_entropy(h, w, padded, b, **given, **weights),)
+
+  def whole(h, w, b, classes, token_weight):
     log_prob = jax.nn.log_softmax(h @ w.T + b)[np.arange(13), tokens]
     # A weight of 0 leaves a token out, and has no gradient itself.
     share = jnp.where((padded < 0) | (classes[tokens] == 0), 0, classes[tokens] * token_weight)
-    each = -share * log_prob
+    each = -share * jnp.where(share == 0, 0, log_prob)
     return ({"none": each, "sum": each.sum(), "mean": each.sum() / share.sum()}[reduction],)
 
   with meshes(shape):
-    compare(ours, whole, (*operands, class_weight), atol=ATOL)
+    compare(ours, whole, (*operands, class_weight, token_weight), atol=ATOL)
 
 
 def test_weights_of_classes_that_have_no_meaning_are_refused():

@@ -225,7 +225,7 @@ def on_each_device(
 
   def local(rows, hiddens, tokens, kept, per_token):
     inside, shards = vocab_parallel.inside(axis), vocab_parallel.token_shards(axis)
-    order, size = None, -(-n // shards.count)
+    order, size = None, max(1, -(-n // shards.count))
     if kept is not None and cut_tile(options.tile, size, 1, masked=True).tokens < size:
       order = _Order.of(shards.split(kept.reshape(n)))
     given = rows, hiddens, tokens
