@@ -249,6 +249,7 @@ def test_options_without_a_meaning_are_refused(options, message):
     ({"label_smoothing": -0.1}, "`label_smoothing` .* got -0.1"),
     ({"scratch": -1, "reduction": "mean"}, "`scratch` must be .* got -1"),
     pytest.param({"scratch": 1.5}, "`scratch` must be .* got 1.5", marks=pytest.mark.untyped),
+    pytest.param({"scratch": True}, "`scratch` must be .* got True", marks=pytest.mark.untyped),
     ({"z_loss": -1e-4}, "`z_loss` must be finite .* got -0.0001"),
   ],
 )
@@ -298,6 +299,8 @@ def test_weights_and_masks_of_another_shape_than_the_tokens_are_refused():
   hidden, weight, tokens = np.ones((5, 4)), np.ones((31, 4)), np.zeros(5, np.int32)
   with pytest.raises(ValueError, match=r"`mask` must be bool of shape \(5,\)"):
     inspect.unwrap(linear_softmax)(hidden, weight, tokens, mask=np.ones(5))
+  with pytest.raises(TypeError, match="`mask` must be an array; got list"):
+    inspect.unwrap(linear_softmax)(hidden, weight, tokens, mask=[True] * 5)
   with pytest.raises(ValueError, match=r"`token_weight` must .*\(5,\) .* got \(5, 1\)"):
     inspect.unwrap(linear_cross_entropy)(hidden, weight, tokens, token_weight=np.ones((5, 1)))
 
