@@ -147,7 +147,7 @@ class ScoreOptions:
     vocab_axis: mesh axis over which the rows are sharded. Inside of a `jax.shard_map` over it,
       weight and bias are the device's own rows, and tokens count over all devices' rows.
     scratch: bytes of scores that each device may keep for the gradient, instead of computing them
-      again; None: as suits the device.
+      again; None: as suits the device. Losses against a teacher or several targets keep nothing.
     precision: of the matrix products, a name of `jax.default_matmul_precision` such as "highest";
       None: JAX's default. It rounds float32 operands to TF32 on GPUs and to bfloat16 on TPUs:
       log-probabilities were up to 4.5e-3 nats off on an H200. CPUs do not round.
