@@ -346,6 +346,12 @@ def test_results_of_tokens_that_a_mask_leaves_out_are_zero_without_a_gradient():
     np.testing.assert_allclose(ours, wanted, atol=5e-5)
 
 
+def test_a_batch_without_tokens_may_have_a_mask():
+  run = functools.partial(linear_softmax, mask=np.zeros(0, bool))
+  found = jax.eval_shape(run, np.zeros((0, 4)), np.ones((31, 4)), np.zeros(0, np.int32))
+  assert found.log_prob.shape == (0,)
+
+
 def test_a_score_beyond_all_numbers_is_capped_and_not_removed():
   weight = np.float32([[-1e20], [0], [1e20]])
   run = jax.jit(lambda h, w: linear_softmax(h, w, np.array([0]), softcap=5.0).log_prob)
