@@ -141,7 +141,8 @@ def linear_softmax(
     rank: whether to compute the rank of the token. Scores that differ by no more than their
       rounding count as equal.
     scratch: bytes of scores that each device may keep for the gradient, instead of computing them
-      again; None: as suits the device (`vqjax.ops.device`).
+      again; None: as suits the device (`vqjax.ops.device`). Beside `top_k`, or where a mask lets
+      tiles of tokens be left out, nothing is kept.
     tile: (tokens, vocabulary rows) that are scored at once on each device, of which nothing is
       kept; None: `default_tile`.
     dtype: dtype of the matrix products' operands, to which each tile is cast: float32 parameters

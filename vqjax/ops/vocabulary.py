@@ -137,7 +137,8 @@ def check_vectors(vectors: Array, name: str = "hidden") -> None:
 
 
 def check_mask(mask: Array, shape: Shape) -> None:
-  """Raise ValueError unless a mask has one boolean for each token."""
+  """Raise ValueError unless a mask has one boolean for each token; TypeError for no array."""
+  check_arrays(mask=mask)
   if mask.shape != shape or mask.dtype != bool:
     raise ValueError(
       f"`mask` must be bool of shape {shape}, one for each token; got {mask.dtype} of shape"
