@@ -53,6 +53,7 @@ def test_a_model_gets_the_tokenizer_of_another(tmp_path, capsys):
     main(["grow", *places, *given, "--multiple", "8"])
 
 
+@pytest.mark.programs(30)  # the variables of a model of this size, which other tests have too
 def test_nothing_changes_with_the_own_tokenizer(tmp_path):
   model, variables = saved(trained("byte-level", tmp_path), tmp_path / "model")
   path = tmp_path / "model"
