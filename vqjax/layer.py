@@ -75,20 +75,14 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   def _checked(self) -> Declaration:
     """The declaration of a layer whose fields are checked."""
     for field in dataclasses.fields(self):
-      value, is_size = getattr(self, field.name), field.name in ("vocab", "dim")
+      value, kind = getattr(self, field.name), wanted(field, getattr(self, field.name))
       # A quantiser's `dim` is None until an embedding sets it.
-      is_checked = field.type in (int, "int") or (is_size and value is not None)
-      is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-      if is_checked and (not is_integer or (is_size and value < 1)):
+      is_size = field.name in ("vocab", "dim") and value is not None
+      if kind is not None or (is_size and value < 1):
         least = " of at least 1" if is_size else ""
         raise ValueError(
-          f"`{field.name}` of {type(self).__name__} must be an integer{least}; got {value!r}. Give"
-          " a number, such as that of the tokens for `vocab` and the vectors' width for `dim`."
-        )
-      if (wanted := _wanted(field, value)) is not None:
-        raise ValueError(
-          f"`{field.name}` of {type(self).__name__} must be {wanted}; got {value!r}. Give one, or"
-          " leave it out."
+          f"`{field.name}` of {type(self).__name__} must be {kind or 'an integer'}{least}; got"
+          f" {value!r}. Give one, or leave it out where the layer has a default."
         )
     precision.check_precision(getattr(self, "precision", None))
     self.check()
@@ -182,17 +176,22 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
 
 
 _KINDS = {
-  "float": (numbers.Real, "a number"),
-  "int": (numbers.Integral, "an integer"),
-  "bool": (bool | np.bool_, "True or False"),
-  "str": (str, "a name"),
+  "float": (numbers.Real, "a number", 3e38),
+  "int": (numbers.Integral, "an integer", 2**31 - 1),
+  "bool": (bool | np.bool_, "True or False", 0),
+  "str": (str, "a name", 0),
 }
-"""Annotations of fields -> what their values are."""
+"""Annotations of fields -> what their values are: the type, in words, and the largest number."""
 
 
-def _wanted(field: dataclasses.Field, value: Any) -> str | None:
-  """What the value of a field must be, where it is something else."""
-  annotation = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
+def wanted(field: dataclasses.Field, value: Any, bounded: bool = True) -> str | None:
+  """What the value of a field must be, where it is something else; None where it is right.
+
+  With `bounded` a number must be one of 32 bits.
+  """
+  annotation = field.type
+  if not isinstance(annotation, str):
+    annotation = getattr(annotation, "__name__", str(annotation))
   kind, _, rest = annotation.partition(" | ")
   if field.name in ("dtype", "param_dtype") and value is not None:
     try:
@@ -204,10 +203,11 @@ def _wanted(field: dataclasses.Field, value: Any) -> str | None:
     return None if callable(value) else "an initialiser or an array"
   if kind not in _KINDS or rest not in ("", "None") or (rest and value is None):
     return None
-  of, what = _KINDS[kind]
-  is_number = kind in ("float", "int")
-  wrong = not isinstance(value, of) or (is_number and isinstance(value, bool))
-  return what if wrong or (is_number and value != value) else None
+  of, what, most = _KINDS[kind]
+  wrong = not isinstance(value, of) or (most and isinstance(value, bool))
+  if bounded and most and not wrong and not -most <= value <= most:
+    return what if value != value else f"{what} of 32 bits"
+  return what if wrong else None
 
 
 def _with_inherited_attributes(cls: type) -> str:

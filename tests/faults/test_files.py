@@ -139,13 +139,6 @@ def test_metadata_of_a_gguf(gguf_file, tmp_path_factory, data):
     assert found.params == checkpoints.inspect(path).params
 
 
-def flipped(content, at):
-  """The content with one bit of a byte flipped, another bit for each byte."""
-  changed = bytearray(content)
-  changed[at] ^= 1 << (at * 5 % 8)
-  return bytes(changed)
-
-
 def header(content):
   """The bytes of a header of safetensors."""
   return range(8 + int.from_bytes(content[:8], "little"))
@@ -154,7 +147,9 @@ def header(content):
 def check_flips(path, content, places, load, expected, named=None):
   """With one bit flipped at each place, a file is refused or has the same numbers."""
   for at in places:
-    path.write_bytes(flipped(content, at))
+    changed = bytearray(content)
+    changed[at] ^= 1 << (at * 5 % 8)  # another bit of each byte
+    path.write_bytes(changed)
     found = read(named or path, load)
     assert found is None or equal(found, expected), (at, content[max(0, at - 20) : at + 20])
 

@@ -160,7 +160,9 @@ def explained(error: BaseException, out_of_memory: str = MORE_MEMORY) -> tuple[i
     _keep(error)
     first = text.splitlines()[0][:300].rstrip(".:")
     return 2, f"{first}. Check the folder and its disk, and run again."
-  if isinstance(error, (ValueError, ImportError, OSError)):
+  # A TypeError of this project begins with the argument.
+  is_own = isinstance(error, TypeError) and text.startswith("`")
+  if is_own or isinstance(error, (ValueError, ImportError, OSError)):
     return 2, text
   if hasattr(error, "exit_code"):
     return error.exit_code, text
