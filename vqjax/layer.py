@@ -44,6 +44,8 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
+      if isinstance(value, np.number | np.bool_):  # which would promote what it meets
+        object.__setattr__(self, field.name, value.item())
       is_result = table_of(value) is not value
       # Only an array that is wrapped can be compared and hashed, as fields are.
       is_array = isinstance(value, np.ndarray | jax.Array | list)
@@ -99,9 +101,17 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     shape, dtype = variable.shape, variable.dtype
 
     def init():
+      given = self.make_rng("params") if variable.random and variable.source is None else None
       if variable.source is not None:
-        return variable.init(created[variable.source].value, shape, dtype)
-      return variable.init(self.make_rng("params") if variable.random else None, shape, dtype)
+        given = created[variable.source].value
+      try:
+        return variable.init(given, shape, dtype)
+      except (TypeError, ValueError) as error:
+        field = f"{name}_init" if hasattr(self, f"{name}_init") else name
+        raise ValueError(
+          f"`{field}` of {type(self).__name__}: {error} Give an initialiser, or an array of shape"
+          f" {shape}."
+        ) from error
 
     # Parameters too: unlike `param`, this traces no initialiser where the variable is given.
     held = self.variable(variable.collection, name, init)
@@ -192,19 +202,24 @@ def wanted(field: dataclasses.Field, value: Any, bounded: bool = True) -> str | 
   annotation = field.type
   if not isinstance(annotation, str):
     annotation = getattr(annotation, "__name__", str(annotation))
-  kind, _, rest = annotation.partition(" | ")
+  kinds = annotation.split(" | ")
   if field.name in ("dtype", "param_dtype") and value is not None:
     try:
       is_float = jnp.issubdtype(jnp.dtype(value), jnp.floating)
     except TypeError:
       is_float = False
-    return None if is_float else "a floating-point dtype"
+    is_wide = is_float and jnp.dtype(value).itemsize > 1
+    return None if is_wide else f"a floating-point dtype{' of 16 bits or more' * is_float}"
   if field.name.endswith("_init") and value is not None:
     return None if callable(value) else "an initialiser or an array"
-  if kind not in _KINDS or rest not in ("", "None") or (rest and value is None):
+  if kinds[0] not in _KINDS or not {*kinds[1:]} <= {*_KINDS, "None"}:
     return None
-  of, what, most = _KINDS[kind]
-  wrong = not isinstance(value, of) or (most and isinstance(value, bool))
+  if value is None and "None" in kinds:
+    return None
+  _, what, most = _KINDS[kinds[0]]
+  is_other = not any(isinstance(value, _KINDS[kind][0]) for kind in kinds if kind != "None")
+  wrong = is_other or (most and isinstance(value, bool))
+  most = _KINDS["int"][2] if isinstance(value, int) else most
   if bounded and most and not wrong and not -most <= value <= most:
     return what if value != value else f"{what} of 32 bits"
   return what if wrong else None

@@ -79,6 +79,11 @@ def _beside(path, name):
   partial = _partial(target)
   try:
     partial.open("xb").close()
+  except FileNotFoundError:  # in a folder of the system
+    raise FileNotFoundError(
+      f"`{name}` must be in a folder where files can be made; got {path}. Give another one."
+    ) from None
+  try:
     mode = stat.S_IMODE((target if target.exists() else partial).stat().st_mode)
     yield partial
     _sync(partial)

@@ -18,21 +18,35 @@ __all__ = ["in_vocabulary"]
 
 
 def check_arrays(**arrays: Any) -> None:
-  """Raise TypeError unless each argument is an array of JAX or NumPy of real numbers, or None."""
+  """Check that each argument is None, or an array of JAX or NumPy of real numbers.
+
+  Raises:
+    TypeError: it is something else, or of numbers that JAX lacks.
+    ValueError: a float has fewer than 16 bits, or an integer fewer than 8.
+  """
   for name, array in arrays.items():
+    if array is None:
+      continue
     # PyTorch's arrays have a shape, and a method that JAX's do not have.
-    if array is not None and (not hasattr(array, "shape") or hasattr(array, "detach")):
+    if not hasattr(array, "shape") or hasattr(array, "detach"):
       raise TypeError(
         f"`{name}` must be an array; got {type(array).__name__}. Use jnp.asarray({name})."
       )
-    if array is not None and not _is_real(array):
+    if not is_real(array):
       raise TypeError(
         f"`{name}` must be an array of real numbers that JAX has; got {type(array).__name__} of"
         f" {array.dtype}. Use jnp.asarray(np.asarray({name}, np.float32)), or integers for tokens."
       )
+    kind, least, wide = jnp.iinfo, 8, "int32"
+    if jnp.issubdtype(array.dtype, jnp.floating):
+      kind, least, wide = jnp.finfo, 16, "bfloat16"
+    if array.dtype != bool and kind(array.dtype).bits < least:
+      raise ValueError(
+        f"`{name}` must have at least {least} bits a number; got {array.dtype}. Cast it to {wide}."
+      )
 
 
-def _is_real(array: Any) -> bool:
+def is_real(array: Any) -> bool:
   """Whether it holds integers, floats or booleans that JAX has, and none of them is masked."""
   if isinstance(array, np.ma.MaskedArray):
     return False
@@ -41,6 +55,25 @@ def _is_real(array: Any) -> bool:
     return dtype == np.bool_
   # Differences of dates are integers to NumPy. JAX has no numbers of 128 bits, nor swapped bytes.
   return dtype.kind not in "mc" and dtype.itemsize <= 8 and dtype.isnative
+
+
+def host_array(name: str, array: Any) -> np.ndarray:
+  """The array of NumPy of any library's array or of a list; its name is for messages.
+
+  Raises:
+    TypeError: it is not one of real numbers.
+  """
+  try:
+    found = array if isinstance(array, np.ndarray) else np.asarray(array)
+  except (TypeError, ValueError):
+    found = None
+  if found is None or not is_real(found):
+    kind = "" if found is None else f" of {found.dtype}"
+    raise TypeError(
+      f"`{name}` must be an array of real numbers; got {type(array).__name__}{kind}. Convert it to"
+      " float32 or to integers."
+    )
+  return found
 
 
 def value_of(array: Any) -> Any:
@@ -52,7 +85,7 @@ def value_of(array: Any) -> Any:
   """
   is_other = isinstance(array, np.ndarray) or hasattr(array, "__jax_array__")
   # Arrays of objects, texts or dates are refused by name where they are read.
-  if not is_other or (isinstance(array, np.ndarray) and not _is_real(array)):
+  if not is_other or (isinstance(array, np.ndarray) and not is_real(array)):
     return array
   if isinstance(array, np.ndarray) and array.dtype.kind in "iu":
     held = np.iinfo(jax.dtypes.canonicalize_dtype(array.dtype))
@@ -83,7 +116,7 @@ def check_numbers(**options: Any) -> None:
         f"`{name}` must be a Python number, which chooses the program; got a traced one. Make it"
         " static: jax.jit(..., static_argnames=...)."
       )
-    if not isinstance(option, numbers.Real):
+    if not isinstance(option, numbers.Real) or isinstance(option, bool):
       given = f"an array of shape {option.shape}" if hasattr(option, "shape") else repr(option)
       raise TypeError(
         f"`{name}` must be a Python number, one for all tokens; got {given}. Use float({name})."
@@ -96,11 +129,18 @@ def key_of(key: Any) -> Any:
   Raises:
     TypeError: it is not a key of `jax.random`.
   """
-  dtype = getattr(key, "dtype", None)
-  if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+  dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+  is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+  # The default keys are of as many numbers.
+  if (
+    shape != ()
+    if is_key
+    else dtype != np.uint32 or shape != jax.eval_shape(jax.random.PRNGKey, 0).shape
+  ):
+    given = repr(key) if shape is None else f"{dtype} of shape {shape}"
+    raise TypeError(f"`key` must be a key of jax.random; got {given}. Use jax.random.key(0).")
+  if is_key:
     return key
-  if dtype != np.uint32 or not key.ndim:
-    raise TypeError(f"`key` must be a key of jax.random; got {key!r}. Use jax.random.key(0).")
   return jax.random.wrap_key_data(key)
 
 
@@ -147,10 +187,6 @@ def check_vectors(vectors: Array, name: str = "hidden") -> None:
     raise ValueError(
       f"`{name}` must be floating-point vectors; got {vectors.dtype} of shape {vectors.shape}."
       f" {remedy if name.endswith('hidden') else 'Cast it to float32'}."
-    )
-  if vectors.dtype.itemsize < 2:
-    raise ValueError(
-      f"`{name}` must have at least 16 bits a number; got {vectors.dtype}. Cast it to bfloat16."
     )
 
 

@@ -255,7 +255,13 @@ class SmallTable:
   @property
   def codec(self) -> str:
     """Name of the form in files: "integers", "packed", "int8" or "codes"."""
-    return next(name for name, codec in CODECS.items() if isinstance(self.form, codec.form))
+    for name, codec in CODECS.items():
+      if isinstance(self.form, codec.form):
+        return name
+    raise TypeError(
+      f"`form` must be one of {', '.join(codec.form.__name__ for codec in CODECS.values())}; got"
+      f" {type(self.form).__name__}. A method of `vqjax.compress` returns one."
+    )
 
   @property
   def _codec(self):

@@ -253,6 +253,21 @@ def config_file(tmp_path):
   return path
 
 
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"steps": 1.5}, "`train.steps` must be an integer; got 1.5"),
+    ({"keep": True}, "`train.keep` must be an integer; got True"),
+    ({"clip": "1"}, "`train.clip` must be a number; got '1'"),
+    ({"trainable": "head"}, "`train.trainable` must be a tuple of texts; got 'head'"),
+    ({"mesh": 2}, "`train.mesh` must be a MeshShape; got 2"),
+  ],
+)
+def test_a_field_of_another_type_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    Train(**changes)
+
+
 def test_a_config_file_is_loaded_by_path(config_file):
   loaded = config.load_config(config_file)
   assert loaded.name == "file"
