@@ -21,6 +21,7 @@ from vqjax.assign.checks import Given, table_of
 from vqjax.assign.text import TextStats
 from vqjax.ops import precision, vocab_parallel
 from vqjax.ops.vocab_parallel import Replicated, Sharded
+from vqjax.ops.vocabulary import is_count
 from vqjax.types import Size
 from vqjax.variables import Declaration, Variable
 
@@ -109,8 +110,8 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
       except (TypeError, ValueError) as error:
         field = f"{name}_init" if hasattr(self, f"{name}_init") else name
         raise ValueError(
-          f"`{field}` of {type(self).__name__}: {error} Give an initialiser, or an array of shape"
-          f" {shape}."
+          f"`{field}` of {type(self).__name__}: {str(error).rstrip('.')}. Give an initialiser, or"
+          f" an array of shape {shape}."
         ) from error
 
     # Parameters too: unlike `param`, this traces no initialiser where the variable is given.
@@ -203,18 +204,24 @@ def wanted(field: dataclasses.Field, value: Any, bounded: bool = True) -> str | 
   if not isinstance(annotation, str):
     annotation = getattr(annotation, "__name__", str(annotation))
   kinds = annotation.split(" | ")
-  if field.name in ("dtype", "param_dtype") and value is not None:
+  if field.name == "param_dtype" or (field.name == "dtype" and value is not None):
     try:
-      is_float = jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
+      # None would be float64.
+      is_float = value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except (TypeError, ValueError):
       is_float = False
     is_wide = is_float and jnp.dtype(value).itemsize > 1
     return None if is_wide else f"a floating-point dtype{' of 16 bits or more' * is_float}"
   if field.name.endswith("_init") and value is not None:
     return None if callable(value) else "an initialiser or an array"
-  if kinds[0] not in _KINDS or not {*kinds[1:]} <= {*_KINDS, "None"}:
-    return None
   if value is None and "None" in kinds:
+    return None
+  if kinds[0] == "tuple[int, ...]":
+    is_right = isinstance(value, tuple) and all(map(is_count, value))
+    return None if is_right else "a tuple of integers"
+  if callable(field.default) and not isinstance(field.default, type) and not callable(value):
+    return "a function"
+  if kinds[0] not in _KINDS or not {*kinds[1:]} <= {*_KINDS, "None"}:
     return None
   _, what, most = _KINDS[kinds[0]]
   is_other = not any(isinstance(value, _KINDS[kind][0]) for kind in kinds if kind != "None")

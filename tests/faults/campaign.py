@@ -310,12 +310,12 @@ def damage(path: pathlib.Path, way: str, draw: random.Random) -> None:
   """Truncate a file, flip one bit of it, or remove it."""
   content = bytearray(path.read_bytes())
   if way == "removed" or not content:
-    path.unlink()
-    return
+    return path.unlink()
+  at = draw.randrange(len(content))
   if way == "truncated":
-    content = content[: draw.randrange(len(content))]
+    del content[at:]
   else:
-    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    content[at] ^= 1 << draw.randrange(8)
   path.write_bytes(content)
 
 

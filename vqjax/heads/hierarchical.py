@@ -66,7 +66,13 @@ class HierarchicalHead(Head):
     }
 
   def check(self) -> None:
-    leaves = len(_tree(self.tree, self.vocab).tokens)
+    made = _tree(self.tree, self.vocab)
+    if not isinstance(made, trees.BinaryTree):
+      raise ValueError(
+        f"`tree` must make a BinaryTree; got {type(made).__name__}. Take trees.balanced or"
+        " trees.Huffman(counts)."
+      )
+    leaves = len(made.tokens)
     if leaves != self.vocab:
       raise ValueError(
         f"`tree` must have vocab={self.vocab} leaves; got {leaves}. Take trees.balanced or"

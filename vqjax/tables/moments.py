@@ -84,7 +84,7 @@ class Moments:
     """
     if len(self.hidden) != dim:
       raise ValueError(
-        f"the moments must have the width of the table, {dim}; got {len(self.hidden)}. Collect them"
+        f"`moments` must have the width of the table, {dim}; got {len(self.hidden)}. Collect them"
         " from the model whose table is compressed."
       )
     if len(self.counts) != vocab:

@@ -37,6 +37,7 @@ from vqjax.embeddings.int8 import int8_levels
 from vqjax.embeddings.table_file import open_tensors
 from vqjax.heads import DenseHead, Head
 from vqjax.ops import bit_packing
+from vqjax.ops.vocabulary import host_array
 from vqjax.tables.container import RESTART, SEPARATOR, CompressedTable
 
 __all__ = ["Int8Table", "SmallTable"]
@@ -285,7 +286,7 @@ class SmallTable:
     Raises:
       IndexError: a token is outside [0, V).
     """
-    ids = np.asarray(ids)
+    ids = host_array("ids", ids)
     vocab, dim = self.shape
     if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab):
       got = f"{ids.min()} to {ids.max()}" if ids.dtype.kind in "iu" else ids.dtype

@@ -407,7 +407,7 @@ def test_a_callable_object_has_its_fields_and_one_without_a_description_is_refus
   head = config.describe(make(activation=Scaled(3.0)))["model"]["head"]
   assert head["activation"] == {"class": "Scaled", "by": 3.0}
   for value, named in ((object(), "object"), (lambda x: x + 41, "lambda")):
-    with pytest.raises(ValueError, match=rf"`model.head.activation` must have .* got .*{named}"):
+    with pytest.raises(ValueError, match=rf"`model.head.activation` must .* got .*{named}"):
       config.describe(make(activation=value))
 
 

@@ -54,7 +54,7 @@ def _check_kinds(path: str, node: Any) -> None:
     if field.name not in values:
       continue
     # Ranges are checked where they are known.
-    kind = wanted(field, value, bounded=False)
+    kind = wanted(field, value, bounded=isinstance(value, int) and abs(value) >= 2**63)
     if kind is None and dataclasses.is_dataclass(hint):
       kind = None if isinstance(value, hint) else f"a {hint.__name__}"
     if kind is None and hint == tuple[str, ...]:
@@ -118,6 +118,10 @@ class Train:
 
   def __post_init__(self):
     _check_kinds("train", self)
+    for field in dataclasses.fields(self):
+      # Neither JSON nor JAX take all integers that Python and NumPy have.
+      if field.type in (int, float):
+        object.__setattr__(self, field.name, field.type(getattr(self, field.name)))
     counts = {"steps", "accumulate", "log_every", "eval_every", "save_every", "keep"}
     ranges = {
       f"in [1, {MOST_WINDOWS}]": ({"batch"}, lambda value: 1 <= value <= MOST_WINDOWS),
@@ -170,6 +174,7 @@ class Experiment:
 
   def __post_init__(self):
     _check_kinds("", self)
+    object.__setattr__(self, "seed", int(self.seed))
     if not 0 <= self.seed < 2**32:
       raise ValueError(f"`seed` must be in [0, 2^32); got {self.seed}. 0 is usual.")
     is_name = self.name.strip(".") and self.name.isprintable() and not {*self.name} & {*"/\\"}
@@ -272,9 +277,9 @@ def _errors_with_lines(path: pathlib.Path) -> Iterator[None]:
   """Name the file and the line of an error in a config, or in a file that it imports."""
   try:
     yield
-  except MemoryError:
+  except (MemoryError, KeyboardInterrupt):
     raise
-  except (Exception, SystemExit) as error:
+  except BaseException as error:  # SystemExit too
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames]
     if isinstance(error, SyntaxError) and error.filename:
