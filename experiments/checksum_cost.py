@@ -198,14 +198,13 @@ def of_model(path: pathlib.Path) -> None:
       began = time.perf_counter()
       checkpoints.save(pathlib.Path(name) / f"{number}", *loaded)
       saves.append((time.perf_counter() - began, dict(checks)))
-  shown = []
-  for seconds, checks in (min(loads[1:], key=lambda x: x[0]), min(saves[1:], key=lambda x: x[0])):
-    shown.append(f"{seconds:.2f}")
-    shown += [
-      f"{checks.get(kind, 0):.4f} ({100 * checks.get(kind, 0) / seconds:.1f} %)"
-      for kind in (CHECKS if len(shown) == 1 else ["checksums"])
-    ]
-  print(f"| {path.name} | {' | '.join(shown)} |")
+  # The first of each compiles.
+  load, checks = min(loads[1:], key=lambda run: run[0])
+  save, crc = min(saves[1:], key=lambda run: run[0])
+  share = lambda part, whole: f"{part:.4f} ({100 * part / whole:.1f} %)"
+  cells = [f"{load:.2f}", *(share(checks.get(kind, 0.0), load) for kind in CHECKS)]
+  cells += [f"{save:.2f}", share(crc.get("checksums", 0.0), save)]
+  print(f"| {path.name} | {' | '.join(cells)} |")
 
 
 def main() -> None:

@@ -438,7 +438,6 @@ def trials(lab: Lab, each: int | None) -> list[Trial]:
 
 # --- running them ---
 
-
 _own: dict[str, Any] = {}
 """The lab and the trials, for the workers, which are forks."""
 

@@ -83,6 +83,7 @@ class JsonTokenizer:
     beside: pathlib.Path | None = None,
     spelt: bool = False,
     vocab: int | None = None,
+    file: str = "the tokenizer",
   ):
     """Take a model and its special ids.
 
@@ -93,8 +94,9 @@ class JsonTokenizer:
       beside: a file that is saved with it.
       spelt: "<eos>" that a text spells out is text, not its end.
       vocab: rows of the model's table, where they are more.
+      file: where it is from, for messages.
     """
-    self.model, self.beside, self._spelt = model, beside, spelt
+    self.model, self.beside, self._spelt, self._file = model, beside, spelt, file
     if spelt:
       model.encode_special_tokens = True
     ids = {*model.get_vocab(with_added_tokens=True).values()}
@@ -116,7 +118,7 @@ class JsonTokenizer:
       raise
     except BaseException as error:  # the library's panics are no exceptions
       raise ValueError(
-        f"the tokenizer.json must encode every text; got {one_line(error)}. Download it again."
+        f"{self._file} must encode every text; got {one_line(error)}. Download it again."
       ) from None
 
   def decode(self, tokens: Iterable[int]) -> str:
@@ -296,7 +298,13 @@ def _processor(content: bytes) -> Any:
 def _proto(content: bytes) -> Any:
   """The message of a .model file."""
   library = import_checkpoints_extra("sentencepiece.sentencepiece_model_pb2")
-  return _parsed(lambda: library.ModelProto.FromString(content))
+  proto = _parsed(lambda: library.ModelProto.FromString(content))
+  if not proto.pieces:
+    raise ValueError(
+      "`content` must be a SentencePiece model; got one without pieces. The file is damaged:"
+      " download it again."
+    )
+  return proto
 
 
 def _parsed(read: Callable[[], Any]) -> Any:
@@ -464,7 +472,8 @@ def _of_folder(source: ModelSource) -> Tokenizer | None:
     # Settings of training that some files keep.
     model.no_truncation()
     model.no_padding()
-    return JsonTokenizer(model, bos, eos, beside=_beside(folder))
+    file = str(folder / "tokenizer.json")
+    return JsonTokenizer(model, bos, eos, beside=_beside(folder), file=file)
   return _without_json(folder, config["model_type"], bos, eos)
 
 
@@ -493,9 +502,7 @@ def _without_json(
   if content is not None:
     spaced = "each" if _setting(folder, settings, "legacy", True) else "first"
     with _of_file(file):
-      made = PiecesTokenizer(content, bos, eos, add_bos=adds_bos, added=added, spaced=spaced)
-      made.encode("")  # which an empty model cannot
-      return made
+      return PiecesTokenizer(content, bos, eos, add_bos=adds_bos, added=added, spaced=spaced)
   model = _of_words(folder, settings, model_type, number_of, added)
   if adds_bos and bos is not None:
     if model.id_to_token(bos) is None:
