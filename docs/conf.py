@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import os
 import pathlib
 import re
@@ -47,6 +48,39 @@ _ipython.mkdir(parents=True, exist_ok=True)
   "c = get_config()\nc.IPKernelApp.log_level = 40\nc.InlineBackend.figure_formats = {'svg'}\n"
 )
 os.environ["IPYTHONDIR"] = str(_ipython.parent)
+
+
+def notebook(text: str, install: str) -> str:
+  """A page as a notebook for Colab and the like, which installs the library first."""
+  text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+  # Other pages are not beside a notebook, nor is the link to itself.
+  text = re.sub(r"^\{download\}.*\n\n", "", text, flags=re.MULTILINE)
+  text = re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+  parts = re.split(r"```(?:\{code-cell\} ipython3|python)\n(.*?)```\n", text, flags=re.DOTALL)
+  cells = [("code", f"%pip install --quiet {install}")]
+  cells += [(("markdown", "code")[at % 2], part.strip()) for at, part in enumerate(parts)]
+  of_code = {"outputs": [], "execution_count": None}
+  content = {
+    "nbformat": 4,
+    "nbformat_minor": 5,
+    "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3"}},
+    "cells": [
+      {"id": f"cell-{at}", "cell_type": kind, "metadata": {}, "source": source}
+      | (of_code if kind == "code" else {})
+      for at, (kind, source) in enumerate(cells)
+      if source
+    ],
+  }
+  return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+NOTEBOOKS = {"quickstart": "vqjax", "compression": "'vqjax[torch]'"}
+"""Pages that are notebooks too, which they link to, and what these install."""
+
+for _page, _install in NOTEBOOKS.items():
+  _text = (pathlib.Path(__file__).parent / f"{_page}.md").read_text("utf-8")
+  (_build / f"{_page}.ipynb").write_text(notebook(_text, _install), "utf-8")
+
 myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 3
 

@@ -6,7 +6,10 @@ import pathlib
 import re
 import runpy
 import sys
+import tempfile
 
+import jax
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -38,6 +41,26 @@ def test_the_readme_has_a_snippet_that_runs(capsys):
   for number, snippet in enumerate(SNIPPETS):
     exec(compile(snippet, f"README.md, snippet {number}", "exec"), {"__name__": "readme"})
   assert capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_checkpoints_of_one_device_are_restored_on_eight(tmp_path, monkeypatch):
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+  page = (ROOT / "docs" / "resuming.md").read_text("utf-8")
+  cells = re.findall(r"```\{code-cell\} ipython3\n(.*?)```", page, re.DOTALL)
+  code = "\n".join(cells).replace('jax.config.update("jax_num_cpu_devices", 8)', "")
+  exec(compile(code, "docs/resuming.md", "exec"), page := {"__name__": "page"})
+  assert page["VOCAB"] % 8
+  saved, restored = page["state"], page["resumed"]
+  for old, new in zip(jax.tree.leaves(saved), jax.tree.leaves(restored), strict=True):
+    np.testing.assert_array_equal(old, new)
+    assert len(old.sharding.device_set) == 1
+    assert len(new.sharding.device_set) == 8
+  of_adam = restored["optimizer"][0]
+  model, codebook = page["model"], page["model"].codebook[...]
+  np.testing.assert_array_equal(model.assignment[...], page["both"][0].assignment[...])
+  for table in (restored["variables"]["params"]["codebook"], of_adam.mu["codebook"], codebook):
+    assert table.sharding.shard_shape(table.shape) == (50, 2)
 
 
 @pytest.mark.fast_cases(2)

@@ -31,9 +31,13 @@ CONFIGS = {
   "glm": HEADS,
   "gpt_neox": {},
   "falcon": {},
+  # A table of all blocks, of which two have 4 columns each.
+  "gemma3n_text": HEADS
+  | {"vocab_size_per_layer_input": V, "hidden_size_per_layer_input": 4, "laurel_rank": 4}
+  | {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0]},
 }
 TENSORS = "embed_tokens.weight", "embed_in.weight", "word_embeddings.weight"
-TENSORS += "lm_head.weight", "embed_out.weight"
+TENSORS += "lm_head.weight", "embed_out.weight", "embed_tokens_per_layer.weight"
 
 
 def log_probs(model, tokens):
@@ -76,7 +80,8 @@ def test_rows_go_back_into_a_model_of_any_architecture(name, tmp_path, capsys):
     printed = json.loads(capsys.readouterr().out)
     if "tables" in printed:
       shown = {table["name"]: tuple(table["shape"]) for table in printed["tables"]}
-      assert shown == dict.fromkeys(tables, (V, D))
+      width = lambda name: 2 * 4 if "per_layer" in name else D
+      assert shown == {name: (V, width(name)) for name in tables}
 
 
 def test_a_table_without_its_parameter_is_refused(tmp_path):

@@ -2,8 +2,8 @@
 
 python tests/wheel.py dist/vqjax-0.1.0-py3-none-any.whl
 
-The program of README.md runs with the library alone; then the config of docs/training.md goes
-through the commands of the lab.
+The programs of README.md and of the quick start run with the library alone; then the config of
+docs/training.md goes through the commands of the lab.
 """
 
 import os
@@ -63,6 +63,8 @@ def check_installation(wheel: pathlib.Path, folder: pathlib.Path) -> None:
   printed = run("python", "readme.py")
   assert "bits a weight" in printed, printed
   assert "parameters" in printed, printed
+  (folder / "quickstart.py").write_text("\n".join(snippets("docs/quickstart.md")))
+  assert "a dense head" in run("python", "quickstart.py")
   assert "vqjax[lab]" in run("vqjax", "train", code=2)
 
   install(f"{wheel}[lab]")
@@ -88,8 +90,10 @@ def check_installation(wheel: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def snippets(page: str) -> list[str]:
-  """The blocks of Python of a page."""
-  return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+  """The blocks of Python of a page, or its cells."""
+  return re.findall(
+    r"```(?:python|\{code-cell\} ipython3)\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL
+  )
 
 
 def write_text(folder: pathlib.Path) -> None:

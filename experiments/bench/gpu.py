@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from experiments.bench import losses, measure
 from experiments.bench.losses import LossShape
@@ -25,7 +27,9 @@ from vqjax import (
   linear_log_prob,
 )
 from vqjax.heads.workload import loss_and_gradient
+from vqjax.lab.plan import compiling
 from vqjax.lab.report.units import MISSING
+from vqjax.sharding import MeshShape, make_mesh
 
 PACKAGES = ("torch", "triton", "cut-cross-entropy", "liger-kernel")
 
@@ -49,7 +53,7 @@ SHAPES = (
   LossShape(8192, 4096, 151_936),
   LossShape(32768, 2560, 262_144),
 )
-STORED = "stored logits (XLA)"
+STORED, MASKED = "stored logits (XLA)", "mean, half of the tokens masked"
 SCRATCH = 2**31, 4 * 2**30
 CODES = 1024
 CALLS = 5
@@ -115,22 +119,50 @@ def _cells(name: str, row: dict) -> list[str]:
   return [name, *times, f"{row['temporaries'] / 2**30:.2f}"]
 
 
+def dense_losses() -> dict[str, Callable]:
+  """Loss and gradient of (hidden, weight, tokens) by the programs of XLA, by name."""
+  mean = partial(linear_cross_entropy, reduction="mean")
+  log_prob = lambda scratch: lambda *x: -linear_log_prob(*x, scratch=scratch).mean()
+  found = {
+    STORED: losses.materialised_loss,
+    "mean": mean,
+    MASKED: partial(mean, ignore_index=-1),
+    "log_prob": log_prob(None),
+  } | {f"log_prob, scratch of {size / 2**30:.0f} GiB": log_prob(size) for size in SCRATCH}
+  return {name: losses.gradient(loss) for name, loss in found.items()}
+
+
+def plan(quick: bool) -> Iterator[dict[str, Any]]:
+  """Compile the losses for an H100, without one, and print their temporaries."""
+  if not compiling.has_gpu_compiler():
+    raise Unavailable("The compiler of GPUs is in the extra `plan-gpu`")
+  mesh = make_mesh(MeshShape(), compiling.gpu_devices("H100", 1))
+  place = NamedSharding(mesh, P())
+  rows: dict[str, dict[str, float]] = {}
+  for shape in (LossShape(64, 16, 1031),) if quick else SHAPES:
+    sizes = (shape.tokens, shape.dim), (shape.vocab, shape.dim), (shape.tokens,)
+    dtypes = jnp.bfloat16, jnp.bfloat16, jnp.int32
+    arguments = [jax.ShapeDtypeStruct(*x, sharding=place) for x in zip(sizes, dtypes, strict=True)]
+    for name, function in dense_losses().items():
+      with jax.set_mesh(mesh):
+        compiled = jax.jit(function).lower(*arguments).compile()
+      rows.setdefault(name, {})[str(shape)] = measure.temp_bytes(compiled)
+    yield {"temp_bytes": rows}
+  shapes = list(rows[STORED])
+  measure.show_rows(
+    "temporaries of loss and gradient, bfloat16, compiled for an H100, GiB",
+    ("", *shapes),
+    [[name, *(f"{row[shape] / 2**30:.2f}" for shape in shapes)] for name, row in rows.items()],
+  )
+
+
 def xla_costs(shape: LossShape, calls: int) -> dict[str, dict]:
   """Costs of the programs of XLA, by name."""
   data = losses.arrays(shape, jnp.bfloat16)
-  masked = jnp.where(jnp.arange(shape.tokens) % 2 == 0, data[2], -1)
-  mean = partial(linear_cross_entropy, reduction="mean")
-  log_prob = lambda scratch: lambda *x: -linear_log_prob(*x, scratch=scratch).mean()
-  ignoring = partial(mean, ignore_index=-1)
+  masked = *data[:2], jnp.where(jnp.arange(shape.tokens) % 2 == 0, data[2], -1)
   programs = {
-    STORED: (losses.gradient(losses.materialised_loss), data),
-    "mean": (losses.gradient(mean), data),
-    "mean, half of the tokens masked": (losses.gradient(ignoring), (*data[:2], masked)),
-    "log_prob": (losses.gradient(log_prob(None)), data),
+    name: (loss, masked if name == MASKED else data) for name, loss in dense_losses().items()
   }
-  for scratch in SCRATCH:
-    name = f"log_prob, scratch of {scratch / 2**30:.0f} GiB"
-    programs[name] = losses.gradient(log_prob(scratch)), data
   sizes = shape.vocab, shape.dim
   for name, head in {
     f"codebook K={CODES}": CodebookHead(*sizes, CODES, param_dtype=jnp.bfloat16),

@@ -144,6 +144,10 @@ BENCHMARKS = {
   "gpu": Benchmark(
     "losses of large vocabularies on a GPU against PyTorch peers", lambda quick: gpu.run(quick)
   ),
+  "gpu-plan": Benchmark(
+    "temporaries of these losses, compiled for an H100 that is not there; two minutes",
+    lambda quick: gpu.plan(quick),
+  ),
   "gpu-decoding": Benchmark(
     "decoding steps on a GPU: dense, certified and compressed heads; some minutes",
     lambda quick: gpu.decoding(quick),

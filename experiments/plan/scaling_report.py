@@ -24,7 +24,6 @@ _METRICS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
   "state": lambda plan: units.size(_state(plan)),
   "head": lambda plan: units.size(plan["bytes"]["head"]),
   "sent": lambda plan: units.size(plan["sent"]),
-  "fsdp": lambda plan: units.size(_sent_along(plan, "fsdp")),
   "time": lambda plan: _least(plan),
 }
 """Quantities of a plan, as the page shows them; the page's prose explains each."""

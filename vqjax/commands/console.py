@@ -111,7 +111,7 @@ def _not_utf8(options: argparse.Namespace) -> str | None:
   """What is wrong with the texts of a call; a file's name may be any bytes."""
   for name, value in vars(options).items():
     for text in value if isinstance(value, list) else [value]:
-      if isinstance(text, str) and name not in ("model", "draft", "config"):  # paths
+      if isinstance(text, str) and name not in ("model", "draft", "config", "tokenizer"):  # paths
         try:
           text.encode("utf-8")
         except UnicodeEncodeError as error:

@@ -12,8 +12,9 @@ import jax
 from flax import nnx
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
-from vqjax import embeddings, heads, quantizers
+from vqjax import embeddings, heads, ngrams, quantizers
 from vqjax.embeddings import CompactEmbedding
+from vqjax.ngrams import MemoryCache
 from vqjax.nnx.layer import AxisRules, Codes, Layer, LayerState, VocabularyLayer
 from vqjax.ops.certified import Best
 from vqjax.ops.gradient_share import GradientShare
@@ -318,6 +319,50 @@ class ClassBasedHead(Head, of=heads.ClassBasedHead): ...
 class HierarchicalHead(Head, of=heads.HierarchicalHead): ...
 
 
+class NGramEmbedding(Layer, of=ngrams.NGramEmbedding):
+  """The vectors of the n-grams that end at each token."""
+
+  def __call__(
+    self, tokens: Integer[ArrayLike, "*B T"], previous: Integer[ArrayLike, "*B P"] | None = None
+  ) -> Float[Array, "*B T E"]:
+    """The vectors of the n-grams; see `vqjax.ngrams.NGramEmbedding`."""
+    return self._call("__call__", tokens, previous)
+
+  def loss_terms(
+    self,
+    tokens: Integer[ArrayLike, "*B T"],
+    previous: Integer[ArrayLike, "*B P"] | None = None,
+    deterministic: bool = True,
+    *,
+    rngs: nnx.Rngs | None = None,
+  ) -> tuple[Float[Array, "*B T E"], Terms]:
+    """The vectors and further terms of the loss; see `vqjax.ngrams.NGramEmbedding`."""
+    return self._call("loss_terms", tokens, previous, deterministic, rngs=rngs)
+
+
+class NGramMemory(Layer, of=ngrams.NGramMemory):
+  """What a decoder adds to its residual stream from a table of n-grams."""
+
+  def __call__(
+    self, hidden: Float[ArrayLike, "*B T C"], tokens: Integer[ArrayLike, "*B T"]
+  ) -> Float[Array, "*B T C"]:
+    """What is added to the streams of texts that begin here."""
+    return self._call("__call__", hidden, tokens)
+
+  def cache(self, *batch: int) -> MemoryCache:
+    """The cache of texts that begin, for `step`."""
+    return self.layer.cache(*batch)
+
+  def step(
+    self,
+    hidden: Float[ArrayLike, "*B T C"],
+    tokens: Integer[ArrayLike, "*B T"],
+    cache: MemoryCache,
+  ) -> tuple[Float[Array, "*B T C"], MemoryCache]:
+    """What is added to the streams of the next tokens, and the cache for those after them."""
+    return self._call("step", hidden, tokens, cache)
+
+
 from_linen = Layer.from_linen
 
 __all__ = [
@@ -349,6 +394,8 @@ __all__ = [
   "LowRankEmbedding",
   "LowRankHead",
   "MixtureHead",
+  "NGramEmbedding",
+  "NGramMemory",
   "PackedEmbedding",
   "PackedHead",
   "ProductEmbedding",

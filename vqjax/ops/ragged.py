@@ -1,4 +1,4 @@
-"""Log-probabilities of slots where every group has its own linear layer.
+"""Linear layers of which every group has its own: products, and log-probabilities of slots.
 
   log softmax(W_g h + b_g)[slot],  g the group of the token
 
@@ -236,6 +236,38 @@ def _scores(dtype, linears, tokens, counts):
 
 def _unsort(sorted_N, order):
   return jnp.zeros_like(sorted_N).at[order].set(sorted_N, unique_indices=True)
+
+
+def product(
+  rows: Float[Array, "N X"], weight: Float[Array, "G X Y"], counts: Int[Array, "G"]
+) -> Float[Array, "N Y"]:
+  """Products of rows with the matrices of their groups, in float32.
+
+  Rows are sorted by group: the first counts[0] rows are of group 0, and so on, up to the last row.
+  Differentiable in `rows` and `weight`, in reverse mode. The weight is cast to the dtype of the
+  rows.
+  """
+  return _product(None, rows, weight, counts)
+
+
+@precision.custom_vjp
+def _product(_, rows, weight, counts):
+  return _ragged_product(rows, weight, counts, contracted=1)
+
+
+def _product_forward(_, rows, weight, counts):
+  return _ragged_product(rows, weight, counts, contracted=1), (rows, weight, counts)
+
+
+def _product_backward(_, saved, cotangent):
+  rows, weight, counts = saved
+  operand = cotangent.astype(rows.dtype)
+  d_rows = _ragged_product(operand, weight, counts, contracted=2)
+  d_weight = _with_ragged_outer(jnp.zeros(weight.shape, jnp.float32), rows, operand, counts)
+  return d_rows.astype(rows.dtype), d_weight.astype(weight.dtype), None
+
+
+_product.defvjp(*map(vocab_parallel.own_promotion, (_product_forward, _product_backward)))
 
 
 def _ragged_product(

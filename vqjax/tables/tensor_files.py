@@ -38,10 +38,13 @@ DTYPES = {
 }
 """Number formats of safetensors that NumPy has."""
 
+NARROW = {"F8_E4M3": ml_dtypes.float8_e4m3fn}
+"""Number formats that are no numbers without a scale, which is another tensor."""
+
 CHECKSUMS = "checksums"
 """Key of the checksums in the metadata of the files that are written here."""
 
-FORMATS = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+FORMATS = {np.dtype(dtype): name for name, dtype in (DTYPES | NARROW).items()}
 
 
 class StoredTensor(NamedTuple):
@@ -95,8 +98,14 @@ def save_file(
       file.write(_bytes(x))
 
 
-def open_file(path: str | os.PathLike[str]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def open_file(
+  path: str | os.PathLike[str], *, narrow: bool = False
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
   """The tensors of a file of safetensors, which are read when they are used, and its metadata.
+
+  Args:
+    path: the file.
+    narrow: it may have formats of `NARROW` too.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -132,15 +141,15 @@ def open_file(path: str | os.PathLike[str]) -> tuple[dict[str, StoredTensor], di
       f"{path} must be a whole safetensors file; got {problem}. It is truncated or damaged: copy or"
       " download it again."
     ) from None
-  tensors = {}
+  tensors, known = {}, DTYPES | NARROW if narrow else DTYPES
   for name, entry in header.items():
-    if entry["dtype"] not in DTYPES:
+    if entry["dtype"] not in known:
       raise ValueError(
-        f"{name} of {path} must have one of the formats {', '.join(DTYPES)}; got {entry['dtype']}."
+        f"{name} of {path} must have one of the formats {', '.join(known)}; got {entry['dtype']}."
         " Convert it."
       )
     first, last = entry["data_offsets"]
-    array = data[start + first : start + last].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    array = data[start + first : start + last].view(known[entry["dtype"]]).reshape(entry["shape"])
     own = None if checksums is None else checksums[name]
     tensors[name] = StoredTensor(array, entry["dtype"], _named(name, array), own)
   return tensors, metadata

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from tests import jitted
 from vqjax.lm.sources.families import decoder_of
@@ -72,6 +73,41 @@ CONFIGS = {
     "head_dim": 12,
     "rope_theta": 1e6,
     "sliding_window": 43,
+    "tie_word_embeddings": False,
+  },
+  "mixtral": GATED
+  | {
+    "model_type": "mixtral",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "sliding_window": 43,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+  },
+  "qwen3_moe": GATED
+  | {
+    "model_type": "qwen3_moe",
+    "head_dim": 12,
+    "rope_theta": 1e6,
+    "rope_scaling": YARN,
+    "moe_intermediate_size": 24,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": False,
+    "tie_word_embeddings": False,
+  },
+  "gpt_oss": GATED
+  | {
+    "model_type": "gpt_oss",
+    "head_dim": 12,
+    "rope_theta": 1.5e5,
+    "rope_scaling": YARN | {"truncate": False},
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 41,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 0.5,
     "tie_word_embeddings": False,
   },
   "qwen2": GATED
@@ -161,6 +197,13 @@ CONFIGS = {
   },
 }
 """Configs in the words of Hugging Face; local blocks attend to a prime number of positions."""
+
+
+NAMES = [
+  pytest.param(name, marks=[pytest.mark.slow] if name in ("mixtral", "qwen3_moe") else [])
+  for name in CONFIGS
+]
+"""All families as cases of a test that compiles each; experts are fast in one of them."""
 
 
 def random_variables(model, scale=0.3, seed=1):

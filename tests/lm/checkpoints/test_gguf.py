@@ -1,5 +1,6 @@
 """Files of llama.cpp and llama2.c hold the same models in other layouts."""
 
+import re
 import struct
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from tests.jitted import apply
 from tests.lm.checkpoints import report
-from tests.lm.checkpoints.families import CONFIGS, V, small
+from tests.lm.checkpoints.families import CONFIGS, NAMES, YARN, V, small
 from vqjax.lm import checkpoints
 from vqjax.lm.models import rotary
 
@@ -17,7 +18,8 @@ gguf = pytest.importorskip("gguf", reason="the extra `checkpoints` is not instal
 
 ARCH = {name: name for name in CONFIGS}
 ARCH |= {"gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2"}
-INTERLEAVED = ("llama", "mistral", "smollm3", "granite")
+ARCH |= {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite")
 MAGNITUDE = 1.25
 """Factor of cosines and sines of LongRoPE."""
 
@@ -28,6 +30,27 @@ def side_by_side(weight, heads):
   """Rows of queries or keys as llama.cpp's converter permutes them."""
   shape = weight.shape
   return weight.reshape(heads, 2, -1, shape[-1]).swapaxes(1, 2).reshape(shape)
+
+
+def of_all_experts(tensors):
+  """Tensors whose experts are joined, and whose projections are not, as of that converter."""
+  found, experts = {}, {}
+  for key, value in tensors.items():
+    if split := re.fullmatch(r"(.*)block_sparse_moe\.experts\.(\d+)\.(w\d)\.weight", key):
+      key = f"{split[1].removeprefix('model.')}feed_forward.experts.{split[3]}.weight"
+      experts.setdefault(key, []).append((int(split[2]), value))
+    elif split := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+\.weight)", key):
+      experts.setdefault(f"{split[1]}.{split[3]}", []).append((int(split[2]), value))
+    elif split := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", key):
+      end = "bias" if split[3] else "weight"
+      value = value if split[3] else value.swapaxes(1, 2)
+      parts = (
+        {"down": value} if split[2] == "down" else {"gate": value[:, ::2], "up": value[:, 1::2]}
+      )
+      found |= {f"{split[1]}{n}_proj.{end}": np.ascontiguousarray(x) for n, x in parts.items()}
+    else:
+      found[key + ".weight" if key.endswith("sinks") else key] = value
+  return found | {key: np.stack([x for _, x in sorted(parts)]) for key, parts in experts.items()}
 
 
 def written(path, name, folder, quantised=None, more=()):
@@ -68,7 +91,16 @@ def written(path, name, folder, quantised=None, more=()):
     writer.add_key_length(own("head_dim", 8))
     writer.add_layer_norm_rms_eps(own("rms_norm_eps", 1e-6))
     writer.add_rope_freq_base(own("rope_theta"))
-  if name in ("gemma2", "gemma3_text", "olmo3", "phi3"):
+  if "num_experts_per_tok" in config:
+    writer.add_expert_count(own("num_experts") or own("num_local_experts"))
+    writer.add_expert_used_count(own("num_experts_per_tok"))
+  if name in ("qwen3_moe", "gpt_oss"):
+    writer.add_expert_feed_forward_length(own("moe_intermediate_size") or own("intermediate_size"))
+  if name == "gpt_oss":
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(160)
+  if name in ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "phi3"):
     writer.add_sliding_window(own("sliding_window"))
   writer.add_tokenizer_model("llama")
   writer.add_token_list(PIECES)
@@ -83,8 +115,11 @@ def written(path, name, folder, quantised=None, more=()):
       of = gguf.GGUFValueType
       inner = of[kinds[type(value[0])]] if isinstance(value, list) else None
       writer.add_key_value(key, value, of[kinds[type(value)]], inner)
-  names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), layers)
-  for key, value in safetensors.numpy.load_file(folder / "model.safetensors").items():
+  of_arch = getattr(gguf.MODEL_ARCH, arch.upper().replace("-", "_"))
+  names = gguf.get_tensor_name_map(of_arch, layers)
+  for key, value in of_all_experts(
+    safetensors.numpy.load_file(folder / "model.safetensors")
+  ).items():
     stem, _, end = key.rpartition(".")
     if name == "gpt2" and ".c_" in key and end == "weight":
       value = np.ascontiguousarray(value.T)
@@ -107,7 +142,10 @@ def plain(name):
   """A model whose config has nothing that the metadata of these files leave out."""
   changes = {} if name == "gpt2" else {"rope_scaling": None, "max_position_embeddings": 640}
   changes |= {"use_sliding_window": False} if name.startswith("qwen") else {}
-  changes |= {"sliding_window": None} if name in ("mistral", "phi3") else {}
+  changes |= {"sliding_window": None} if name in ("mistral", "mixtral", "phi3") else {}
+  changes |= {"norm_topk_prob": True} if name == "qwen3_moe" else {}
+  # llama.cpp has these in its code, and a ramp between whole numbers.
+  changes |= {"swiglu_limit": 7.0, "rope_scaling": YARN} if name == "gpt_oss" else {}
   if name == "phi3":
     changes |= {"rope_scaling": CONFIGS["phi3"]["rope_scaling"] | {"attention_factor": MAGNITUDE}}
   changes |= {"query_pre_attn_scalar": 12} if name.startswith("gemma") else {}
@@ -115,7 +153,7 @@ def plain(name):
   return small(name, **changes)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_gguf_is_read_as_the_model_that_was_converted(name, tmp_path):
   model, variables = plain(name)
   checkpoints.save(tmp_path / "folder", model, variables)
@@ -199,7 +237,7 @@ def test_an_old_name_of_the_factor_is_understood(llama, tmp_path):
     ({"llama.attention.value_length": 4}, "`llama.attention.value_length` must be 8, the width"),
     ({"llama.rope.scaling.attn_factor": 2.0}, "`llama.rope.scaling.attn_factor` is not implemen"),
     ({"llama.attention.sliding_window": 64}, "`llama.attention.sliding_window` is not implement"),
-    ({"llama.expert_count": 8}, "`llama.expert_count` is not implemented; got 8"),
+    ({"llama.expert_count": 8}, "`llama.expert_used_count` must be an integer; got None"),
     ({"llama.attention.new": 1}, "`llama.attention.new` is not a key that is understood"),
     # One bit of a name: the reader would take a default.
     ({"llama.rope.freq_base": None, "llama.rope.freq_bare": 5e4}, "`llama.rope.freq_bare` is not"),

@@ -102,6 +102,7 @@ def test_packed_words_unpack_to_rows_near_the_table(bits, group, moments, tmp_pa
   weights = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
   weights = weights["config_groups"]["group_0"]["weights"]
   assert weights["strategy"] == ("channel" if group is None else "group")
+  found = checkpoints.load(tmp_path / "out").variables["params"]
   for module, table in (("lm_head", "head"), ("model.embed_tokens", "embedding")):
     packed, scale = tensors[f"{module}.weight_packed"], tensors[f"{module}.weight_scale"]
     assert tensors[f"{module}.weight_shape"].tolist() == [V, 32]
@@ -109,6 +110,7 @@ def test_packed_words_unpack_to_rows_near_the_table(bits, group, moments, tmp_pa
     words = np.unpackbits(packed.view(np.uint8), axis=1, bitorder="little").reshape(V, 32, bits)
     level = (words * 2 ** np.arange(bits)).sum(-1) - 2 ** (bits - 1)
     rows = level * np.repeat(scale, 32 // scale.shape[1], axis=1)
+    np.testing.assert_array_equal(found[table]["weight"], rows.astype(np.float32))
     expected = np.asarray(variables["params"][table]["weight"])
     assert np.abs(rows - expected).max() < (0.05 if bits == 8 else 0.6)
     assert sizes[f"{module}.weight"] == packed.nbytes + scale.nbytes + 16

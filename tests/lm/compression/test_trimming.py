@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from tests.lm.checkpoints.families import small
+from tests.lm.checkpoints.families import V, small
+from tests.lm.checkpoints.test_gguf import plain, written
 from vqjax.cli import main
 from vqjax.lm import checkpoints
 from vqjax.lm.compression import trimming
@@ -198,6 +199,56 @@ def test_files_of_other_libraries_have_the_new_numbers(tmp_path):
   assert read("tokenizer_config.json")["added_tokens_decoder"] == {
     str(ids.index(1)): {"content": "<s>"}
   }
+
+
+BYTE_LEVEL = {
+  "tokenizer.ggml.model": "gpt2",
+  "tokenizer.ggml.pre": "gpt-2",
+  "tokenizer.ggml.tokens": [
+    *("<s>", "</s>", "<pad>", "\u0120", *map(chr, range(35, 123))),
+    *("th", "the", "\u0120c", "zz", "zzz"),
+  ],
+  "tokenizer.ggml.token_type": [3, 3, 3, *[1] * 94],
+  "tokenizer.ggml.merges": ["t h", "z z", "th e", "zz z", "\u0120 c"],
+  "tokenizer.ggml.bos_token_id": 0,
+  "tokenizer.ggml.eos_token_id": 1,
+  "tokenizer.ggml.padding_token_id": 2,
+  "tokenizer.ggml.fim_pre_token_id": 96,
+  "tokenizer.huggingface.json": "{}",
+  "llama.vocab_size": V,
+}
+
+
+@pytest.mark.parametrize(("more", "free"), [({}, 9), (BYTE_LEVEL, 3)], ids=["pieces", "byte-level"])
+def test_a_gguf_keeps_its_block_types_byte_for_byte(more, free, tmp_path):
+  gguf = pytest.importorskip("gguf", reason="the extra `checkpoints` is not installed")
+  model, variables = plain("llama")
+  checkpoints.save(tmp_path / "folder", model, variables)
+  path, out = tmp_path / "model.gguf", tmp_path / "out" / "model.gguf"
+  written(path, "llama", tmp_path / "folder", gguf.GGMLQuantizationType.Q4_0, more)
+  keep = len(trimming.vocabulary(load_tokenizer(path)).required) + free
+  report = trimming.trim(path, tmp_path / "out", keep, ["a cat the cat on the cat"] * 20, scored=0)
+  ids = np.array(json.loads((tmp_path / "out" / "trimming.json").read_text())["ids"])
+  before, after = (gguf.GGUFReader(file) for file in (path, out))
+  for old, new in zip(before.tensors, after.tensors, strict=True):
+    assert (new.name, new.tensor_type) == (old.name, old.tensor_type)
+    is_table = old.name in ("token_embd.weight", "output.weight")
+    np.testing.assert_array_equal(new.data, old.data[ids] if is_table else old.data)
+  sizes = [
+    sum(t.n_bytes for t in file.tensors if t.name in ("token_embd.weight", "output.weight"))
+    for file in (before, after)
+  ]
+  assert sizes == [report.table_bytes, report.table_bytes_after]
+  whole, trimmed = load_tokenizer(path), load_tokenizer(tmp_path / "out")
+  tokens = trimmed.encode("on the cat")
+  assert ids[tokens].tolist() == whole.encode("on the cat")
+  assert trimmed.decode(tokens) == "on the cat"
+  assert ids[list(trimmed.eos)].tolist() == list(whole.eos)
+  loaded = checkpoints.load(tmp_path / "out").variables["params"]["head"]["weight"]
+  head = next(tensor for tensor in before.tensors if tensor.name == "output.weight")
+  np.testing.assert_array_equal(loaded, gguf.dequantize(head.data, head.tensor_type)[ids])
+  assert "tokenizer.huggingface.json" not in after.fields
+  assert "tokenizer.ggml.fim_pre_token_id" not in after.fields
 
 
 def test_impossible_calls_are_refused_and_leave_nothing(tmp_path, capsys):

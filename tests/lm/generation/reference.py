@@ -24,7 +24,9 @@ LONGEST = 80
 
 @functools.lru_cache
 def family(name):
-  """A decoder of a family and random variables: "gpt2", "llama" or "gemma"."""
+  """A decoder of a family and random variables: "gpt2", "llama", "gpt_oss" or "gemma"."""
+  if name == "gpt_oss":
+    return small(name, num_hidden_layers=2)
   if name != "gemma":
     return small(name)
   model, variables = small("gemma3_text", **GEMMA)

@@ -16,7 +16,7 @@ from vqjax.sharding import MeshShape, make_mesh, shardings
 KEY = jax.random.key(0)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma", "gpt_oss"])
 def test_greedy_tokens_and_log_probs_are_those_of_full_passes(name):
   model, variables = family(name)
   result = generate(model, variables, PROMPTS, KEY, GREEDY, max_tokens=30)

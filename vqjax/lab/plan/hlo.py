@@ -96,6 +96,9 @@ def parse_hlo(text: str) -> HloModule:
       entry = header[2] if header[1] else entry
     elif found := _INSTRUCTION.match(line):
       instruction = _instruction(bool(found[1]), found[2], found[3])
+      for name in instruction.operands:
+        if "#" in name:
+          current.setdefault(name, _element(current, name))
       current[instruction.name] = instruction
   if entry is None:
     raise ValueError(
@@ -113,10 +116,18 @@ def _instruction(root: bool, name: str, rest: str) -> Instruction:
     for kind, dims in _SHAPE.findall(type_text)
   )
   inside = text[: _closing("(" + text, 0) - 1]
-  operands = re.findall(r"%([\w.\-]+)", inside)
+  operands = re.findall(r"%([\w.\-]+(?:#\d+)?)", inside)
   if not operands and opcode not in ("constant", "parameter"):
     operands = [part.split()[-1] for part in inside.split(",") if part.strip()]
   return Instruction(name, opcode, shapes, tuple(operands), text, root)
+
+
+def _element(computation: Computation, name: str) -> Instruction:
+  """The instruction of an element that jaxlib 0.12 writes in place, as `%tuple#1`."""
+  of, _, index = name.partition("#")
+  # `shapes` is flat: a tuple within a tuple would shift the index.
+  shapes = computation[of].shapes[int(index) :][:1]
+  return Instruction(name, "get-tuple-element", shapes, (of,), f"%{of}), index={index}", False)
 
 
 def _closing(text: str, start: int) -> int:

@@ -86,6 +86,7 @@ NAMES = {
   "mlp_gate": "feed-forward",
   "mlp_in": "feed-forward",
   "mlp_out": "feed-forward",
+  "router": "feed-forward",
 }
 """Name of a variable -> the part that it belongs to; the others are norms or of attention."""
 
@@ -191,9 +192,9 @@ def inspect(path: str | pathlib.Path) -> Inspection:
     own = names[1] if names[0] == "blocks" else names[0]
     name = NAMES.get(own, "norms" if own.endswith("norm") else "attention")
     params[name] += math.prod(part.shape)
+    size = math.prod(part.shape) // len(part.tensors)
     for _, tensor in part.tensors:
-      share = len(range(*part.rows.indices(tensor.shape[0]))), tensor.shape[0]
-      nbytes = tensor.nbytes * share[0] // share[1]
+      nbytes = tensor.nbytes * size // math.prod(tensor.shape)
       formats.setdefault(name, collections.Counter())[tensor.format] += nbytes
   order = list(dict.fromkeys([*NAMES.values(), "attention"]))
   sizes = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from vqjax.lm.checkpoints.runtime import Runtime, runtime_of
 from vqjax.lm.models import Transformer
 from vqjax.lm.sources.families import Family, Rule, described, family_of
 from vqjax.lm.sources.layout import Layout
+from vqjax.lm.sources.quantised import dequantised
 from vqjax.lm.sources.readers import (
   ModelSource,
   Tensor,
@@ -41,7 +43,7 @@ from vqjax.lm.tokenizers.reading import (
 from vqjax.outputs import new_output
 from vqjax.sharding import shardings
 from vqjax.tables.container import SEPARATOR
-from vqjax.tables.tensor_files import DTYPES, release, save_file
+from vqjax.tables.tensor_files import DTYPES, NARROW, release, save_file
 from vqjax.types import Dtype
 
 __all__ = ["Loaded", "decoder", "load", "read_variables", "save"]
@@ -193,24 +195,27 @@ BODY = (
 """Fields of a decoder that its body computes with."""
 
 
-INTEGERS = frozenset(name for name, dtype in DTYPES.items() if np.dtype(dtype).kind in "iub")
-"""Number formats that weights do not have."""
+INTEGERS = {name for name, dtype in DTYPES.items() if np.dtype(dtype).kind in "iub"}
+NOT_WEIGHTS = frozenset(INTEGERS | NARROW.keys())
+"""Number formats that weights do not have, except with scales."""
 
 
 class VariableSource(NamedTuple):
-  """A variable of a decoder, and the tensors that hold it: one, or one for each block.
+  """A variable of a decoder, and the tensors that hold it: one, or one for each block or expert.
 
   Attributes:
     rule: where it is.
     shape: its shape.
     tensors: the names and the tensors, whole.
     rows: the rows of a tensor that are the variable's; the others are of variables that it joins.
+    columns: the entries of its last axis that are, likewise.
   """
 
   rule: Rule
   shape: tuple[int, ...]
   tensors: list[tuple[str, Tensor]]
   rows: slice = slice(None)
+  columns: slice = slice(None)
 
 
 def variable_sources(
@@ -233,9 +238,10 @@ def variable_sources(
     )
   found, missing, used = {}, [], set()
   for path, struct in shapes.items():
-    rule, stacked = rules[path], path[0] == "blocks"
-    name = rule.tensor_name(source.kind)
-    names = [name.format(layer) for layer in range(model.layers)] if stacked else [name]
+    rule, stacked = rules[path], struct.shape[: rules[path].stacked_axes(source.kind)]
+    # A config may ask for more tensors than can be counted; one more than there are is missing.
+    numbers = itertools.islice(np.ndindex(stacked), len(tensors) + 1)
+    names = [rule.tensor_name(source.kind).format(*number) for number in numbers]
     used |= {*names}
     missing += [name for name in names if name not in tensors]
     found[path] = VariableSource(
@@ -257,18 +263,23 @@ def variable_sources(
     )
 
   def file_shape(path):
-    shape = shapes[path].shape[1:] if path[0] == "blocks" else shapes[path].shape
+    shape = shapes[path].shape[rules[path].stacked_axes(source.kind) :]
     return rules[path].tensor_layout(source.kind).file_shape(shape)
 
   for path, part in found.items():
     expected = file_shape(path)
-    if part.rule.joined:
-      counts = [file_shape(tuple(name.split("/")))[0] for name in part.rule.joined]
-      first = sum(counts[: part.rule.joined.index("/".join(path))])
-      found[path] = part._replace(rows=slice(first, first + expected[0]))
-      expected = (sum(counts), *expected[1:])
+    if joined := part.rule.joined_with(source.kind):
+      number = joined.index("/".join(path))
+      if part.rule.interleaved:
+        found[path] = part._replace(columns=slice(number, None, len(joined)))
+        expected = (*expected[:-1], len(joined) * expected[-1])
+      else:
+        counts = [file_shape(tuple(name.split("/")))[0] for name in joined]
+        first = sum(counts[:number])
+        found[path] = part._replace(rows=slice(first, first + expected[0]))
+        expected = (sum(counts), *expected[1:])
     for name, tensor in part.tensors:
-      if tensor.format in INTEGERS:
+      if tensor.format in NOT_WEIGHTS:
         raise ValueError(
           f"{name} of {source.path} must have a format of floating-point numbers, or one of a GGUF;"
           f" got {tensor.format}. Use the original weights."
@@ -282,10 +293,11 @@ def variable_sources(
 
 
 def _without_prefix(source: ModelSource, family: Family) -> dict[str, Tensor]:
-  """The tensors by the names of the rules, and without those of other modalities."""
+  """The tensors by the names of the rules, with quantised weights as numbers."""
   if source.kind != "safetensors":
     return dict(source.tensors)
-  return {name.removeprefix(family.prefix): tensor for name, tensor in source.tensors.items()}
+  tensors = dequantised(source.path, source.config, source.tensors)
+  return {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
 
 
 @functools.lru_cache(maxsize=4)  # tracing takes as long as reading half a gigabyte
@@ -308,8 +320,7 @@ def _read(
   _read_ahead(source)
   read = {}
   with ThreadPoolExecutor(os.cpu_count()) as pool:
-    tensors = [named for part in found.values() for named in part.tensors]
-    list(pool.map(lambda named: verify_tensor(*named, source.path), tensors))
+    list(pool.map(lambda named: verify_tensor(*named, source.path), source.tensors.items()))
     for path, struct in flat.items():
       part = found.get(_loaded_path(path, own, model))
       if part is not None and part.shape == struct.shape:
@@ -377,21 +388,24 @@ def _array(
   array = _aligned(lengths, jnp.dtype(dtype))
   layout = part.rule.tensor_layout(source.kind)
   offset = part.rule.gguf_offset if source.kind == "gguf" else 0.0
-  if part.rule.path.startswith("blocks/"):
-    blocks = range(*index[0].indices(part.shape[0]))
-    pieces = [(array[at], part.tensors[block][1]) for at, block in enumerate(blocks)]
-    shape, index = part.shape[1:], index[1:]
-  else:
-    pieces, shape = [(array, part.tensors[0][1])], part.shape
-  if layout.text == "v d -> v d":
-    # A block of rows at a time, so that no second copy of the table exists.
-    pieces = _blocks_of_rows(*pieces[0], index[0])
+  stacked = part.rule.stacked_axes(source.kind)
+  numbers = np.arange(len(part.tensors)).reshape(part.shape[:stacked])[index[:stacked]]
+  pieces = [
+    (array[at], part.tensors[number][1], part.rows) for at, number in np.ndenumerate(numbers)
+  ]
+  shape, index = part.shape[stacked:], index[stacked:]
+  if is_cut := len(shape) > 1 and layout.keeps_rows and part.rows == slice(None):
+    # A block of rows at a time, so that no second copy of a table or of all experts exists.
+    pieces = [cut for piece in pieces for cut in _blocks_of_rows(*piece[:2], index[0])]
     index = (slice(None), *index[1:])
 
   def copy(piece):
-    target, tensor, *rows = piece
-    values = tensor.read(rows[0] if rows else part.rows)
-    values = (values if rows else layout.variable(values, shape))[index]
+    target, tensor, rows = piece
+    values = tensor.read(rows)[..., part.columns]
+    if is_cut:
+      values = layout.variable(values, (len(target), *shape[1:]))[index]
+    else:
+      values = layout.variable(values, shape)[index]
     np.copyto(target, values - np.float32(offset) if offset else values, casting="unsafe")
     release(values)
 
@@ -402,7 +416,7 @@ def _array(
 def _blocks_of_rows(
   target: np.ndarray, tensor: Tensor, index: slice
 ) -> list[tuple[np.ndarray, Tensor, slice]]:
-  """Parts of a table, and the rows of the tensor that they hold."""
+  """Parts of a variable, and the rows of the tensor that they hold."""
   first, last, _ = index.indices(tensor.shape[0])
   step = max(1, BLOCK // max(1, math.prod(tensor.shape[1:])))
   starts = range(first, last, step)
@@ -499,15 +513,20 @@ def write_folder(
       for part, array in table.items():
         files.add(prefix + rule.name + SEPARATOR + part, array)
       continue
-    for layer in range(model.layers if path[0] == "blocks" else 1):
-      block = value[layer] if path[0] == "blocks" else value
-      tensor = layout.tensor(np.asarray(jax.device_get(block))).astype(dtype or value.dtype)
-      parts = held.setdefault(prefix + rule.name.format(layer), []) if rule.joined else []
-      parts.append(tensor)
-      if len(parts) == max(1, len(rule.joined)):
-        joined = np.concatenate(parts) if rule.joined else np.ascontiguousarray(tensor)
-        files.add(prefix + rule.name.format(layer), joined)
-        parts.clear()
+    axes = value.shape[: rule.stacked_axes("safetensors")]
+    for layer in np.ndindex(axes[:1]):
+      block = np.asarray(jax.device_get(value[layer]))
+      for expert in np.ndindex(axes[1:]):
+        tensor = layout.tensor(block[expert]).astype(dtype or value.dtype)
+        name = prefix + rule.name.format(*layer, *expert)
+        parts = held.setdefault(name, []) if rule.joined else []
+        parts.append(tensor)
+        if len(parts) == max(1, len(rule.joined)):
+          joined = np.concatenate(parts) if rule.joined else np.ascontiguousarray(tensor)
+          if rule.interleaved:
+            joined = np.stack(parts, axis=-1).reshape(*tensor.shape[:-1], -1)
+          files.add(name, joined)
+          parts.clear()
   files.finish()
   ends = {}
   if tokenizer is not None:

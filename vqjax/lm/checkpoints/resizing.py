@@ -100,7 +100,7 @@ def resize(
     model: the decoder.
     variables: its variables.
     source: for each token of the new vocabulary a token of the old one.
-    new: new token -> the old tokens that it consists of, at least one.
+    new: new token -> the old tokens that it consists of; its row is the mean of all without any.
     row: makes the rows of new tokens.
 
   Raises:
@@ -109,7 +109,7 @@ def resize(
   """
   source, new = np.asarray(source), dict(new or {})
   vocab = model.head.vocab
-  used = np.concatenate([source, *(np.asarray(parts) for parts in new.values())])
+  used = np.concatenate([source, *(np.asarray(parts, np.int64) for parts in new.values())])
   if source.ndim != 1 or not len(source) or used.min() < 0 or used.max() >= vocab:
     raise ValueError(
       f"`source` and `new` must name tokens in [0, {vocab}); got {used.min(initial=0)} to"
@@ -134,8 +134,9 @@ def resize(
     is_dense = isinstance(getattr(model, path[1]), (DenseHead, DenseEmbedding))
     if is_dense and path[2:] == ("weight",) and new:
       wide = value.astype(np.float32)
+      mean = wide.mean(axis=0)
       for token, parts in new.items():
-        taken[token] = row(wide, parts)
+        taken[token] = row(wide, parts) if len(parts) else mean
     resized[path] = taken
   count = len(source)
   embedding = model.embedding.clone(vocab=count)

@@ -8,7 +8,7 @@ import pathlib
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -16,8 +16,8 @@ from jaxtyping import Int, Int32, Num
 
 from vqjax.lm import checkpoints
 from vqjax.lm.checkpoints.loading import ShardedFiles, variable_sources
+from vqjax.lm.models import Transformer
 from vqjax.lm.sources.families import family_of
-from vqjax.lm.sources.gguf_header import STRING
 from vqjax.lm.sources.readers import (
   ModelSource,
   Tensor,
@@ -116,6 +116,22 @@ def export_gguf(
   return sizes
 
 
+def stored_tables(source: ModelSource, model: Transformer) -> dict[str, tuple[str, Tensor]]:
+  """The full names and the tensors of a model's tables in its files."""
+  found, prefix = variable_sources(source, model), family_of(source.config).prefix
+  tables = {}
+  for part in ("embedding", "head") if model.head.embedding is None else ("embedding",):
+    ((name, tensor),) = found[part, "weight"].tensors
+    full = prefix + name if prefix + name in source.tensors else name
+    if full not in source.tensors:
+      raise ValueError(
+        f"`model` must have plain tables; got {source.path}, where {name} is quantised. Give the"
+        " original model."
+      )
+    tables[part] = full, tensor
+  return tables
+
+
 class NewTensor(NamedTuple):
   """A tensor that is written into a GGUF.
 
@@ -138,7 +154,7 @@ def rewrite_gguf(
   path: pathlib.Path,
   out: pathlib.Path,
   replaced: Mapping[str, Sequence[NewTensor]],
-  texts: Mapping[str, str] | None = None,
+  metadata: Mapping[str, Any] | None = None,
 ) -> None:
   """Write a GGUF again with other tensors in place of some; all else is copied byte for byte.
 
@@ -146,9 +162,14 @@ def rewrite_gguf(
     path: the GGUF.
     out: the new file, which does not exist.
     replaced: name of a tensor -> those in its place.
-    texts: further metadata, of texts.
+    metadata: other values of keys, of the types that they have; None: without the key. New keys
+      have texts.
   """
-  header, texts = gguf_header(path), texts or {}
+  header = gguf_header(path)
+  keys = {key: header.data[span] for key, span in header.spans.items()}
+  for key, value in (metadata or {}).items():
+    keys[key] = b"" if value is None else header.with_value(key, value)
+  count = sum(len(key) > 0 for key in keys.values())
 
   def copied(name, entry):
     chunk = header.data[entry.first : entry.first + entry.nbytes]
@@ -158,14 +179,10 @@ def rewrite_gguf(
     new for name, entry in header.entries.items() for new in replaced.get(name, copied(name, entry))
   ]
   with open(out, "xb") as file:
-    start = bytearray(header.data[: header.begin])
-    (keys,) = struct.unpack("<Q", start[16:24])
-    start[8:24] = struct.pack("<QQ", len(tensors), keys + len(texts))
-    file.write(start)
-    for key, text in texts.items():
-      name, content = key.encode(), text.encode()
-      file.write(struct.pack(f"<Q{len(name)}sI", len(name), name, STRING))
-      file.write(struct.pack(f"<Q{len(content)}s", len(content), content))
+    file.write(header.data[:8])
+    file.write(struct.pack("<QQ", len(tensors), count))
+    for key in keys.values():
+      file.write(key)
     offset = 0
     for tensor in tensors:
       name, rank = tensor.name.encode(), len(tensor.shape)
@@ -333,7 +350,7 @@ def copy_folder(
     verify_tensor(name, tensor, source.path)
     arrays = replaced(name, tensor)
     if arrays is None:
-      arrays = {name: np.ascontiguousarray(tensor.read(slice(None)))}
+      arrays = {name: np.asarray(tensor.read(slice(None)), order="C")}
     for full, array in arrays.items():
       files.add(full, array)
   files.finish()

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from vqjax.lm import checkpoints, records
-from vqjax.lm.checkpoints.loading import variable_sources, write_folder
+from vqjax.lm.checkpoints.loading import write_folder
 from vqjax.lm.compression.calibration import SEED, collect, own_text, zipf_counts
 from vqjax.lm.compression.decoder_tables import DecoderTables
-from vqjax.lm.compression.exports import ROWS, NewTensor, copy_folder, rewrite_gguf
+from vqjax.lm.compression.exports import ROWS, NewTensor, copy_folder, rewrite_gguf, stored_tables
 from vqjax.lm.compression.judging import (
   TABLES,
   Reference,
@@ -33,9 +33,7 @@ from vqjax.lm.compression.judging import (
   with_tables,
 )
 from vqjax.lm.jobs import ProgressBars, check_free, open_work, work_of
-from vqjax.lm.models import Transformer
 from vqjax.lm.sources import readers
-from vqjax.lm.sources.families import family_of
 from vqjax.lm.sources.readers import check_not_compressed
 from vqjax.lm.texts import (
   WINDOW,
@@ -52,6 +50,7 @@ from vqjax.tables.coded import SMOOTHING
 from vqjax.tables.grids import check_rows
 from vqjax.tables.moments import SHRINKAGE
 from vqjax.tables.search import CLOSE_SIZE, Point, Tables, search
+from vqjax.tables.tensor_files import NARROW
 
 __all__ = ["read_moments"]
 
@@ -155,7 +154,7 @@ def compress_model(job: CompressionJob, loaded: Any, say: Callable[[str], None])
   check_finite(variables)
   work = work_of(job.out)
   source = readers.open_source(job.model)
-  before = _stored_tables(source, model)
+  before = stored_tables(source, model)
   _check_smaller(job.size or 0, before, "--bytes")
   with open_work(work, job.identity()), ProgressBars() as bars:
     if job.texts:
@@ -224,18 +223,6 @@ def compress_model(job: CompressionJob, loaded: Any, say: Callable[[str], None])
     }
     _write(job, work, source, loaded, coded, result)
   return result
-
-
-def _stored_tables(
-  source: readers.ModelSource, model: Transformer
-) -> dict[str, tuple[str, readers.Tensor]]:
-  """The full names and the tensors of a model's tables in its files."""
-  found, prefix = variable_sources(source, model), family_of(source.config).prefix
-  tables = {}
-  for part in TABLES if model.head.embedding is None else TABLES[:1]:
-    ((name, tensor),) = found[part, "weight"].tensors
-    tables[part] = prefix + name if prefix + name in source.tensors else name, tensor
-  return tables
 
 
 def _check_smaller(
@@ -443,7 +430,8 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
       " out, and give `--text`."
     )
   moments = {name: path and read_moments(path) for name, path in job.moments.items()}
-  of_two_axes = [name for name, tensor in source.tensors.items() if len(tensor.shape) == 2]
+  is_table = lambda tensor: len(tensor.shape) == 2 and tensor.format not in NARROW
+  of_two_axes = [name for name, tensor in source.tensors.items() if is_table(tensor)]
   for name in moments:
     if name not in of_two_axes:
       near = difflib.get_close_matches(name, of_two_axes, 3, 0.0)
@@ -528,7 +516,7 @@ def _parts_of(name: str, parts: Mapping[str, np.ndarray] | None) -> dict[str, np
 def _write(job, work, source, loaded, coded, result):
   """Write the folder beside its place, and move it there."""
   model, variables, tokenizer = loaded
-  stored = _stored_tables(source, model)
+  stored = stored_tables(source, model)
   names = {name: part for part, (name, _) in stored.items()}
   others = sum(tensor.nbytes for name, tensor in source.tensors.items() if name not in names)
   check_free(work, result["bytes"] + others)

@@ -36,8 +36,10 @@ class Grown:
   Attributes:
     vocab: rows of the tables before.
     vocab_after: rows after; rows of padding are used first.
+    copied: rows that were there before.
     ids: new token -> its id.
-    parts: new token -> the tokens of which it consisted.
+    parts: new token -> the tokens of which it consisted; empty: none spell it, and its row is the
+      mean of all.
     tokens: tokens of the text before; 0 without a text.
     tokens_after: tokens of it after.
     nats_per_byte: negative log-probability of a byte of the text before; None: without a text.
@@ -48,6 +50,7 @@ class Grown:
 
   vocab: int
   vocab_after: int
+  copied: int
   ids: dict[str, int]
   parts: dict[str, list[str]]
   tokens: int
@@ -100,8 +103,8 @@ def grow(
   tokenizer = tokenizers.load_tokenizer(path)
   parts = _parts(tokenizer, tokens)
   larger, ids = _with_tokens(tokenizer, tokens)
-  model, variables, _ = checkpoints.load(path, dtype=dtype)
-  vocab = model.head.vocab
+  before = checkpoints.load(path, dtype=dtype)
+  vocab = before.model.head.vocab
   after = max(vocab, *(number + 1 for number in ids.values()))
   after += -after % multiple
   # Rows of padding behind the new tokens are copies of the last row.
@@ -109,28 +112,45 @@ def grow(
   new = {ids[token]: own for token, own in parts.items()}
   for number, own in new.items():
     sources[number] = own[0]
-  grown, more = checkpoints.resize(model, variables, sources, new, row)
+  made = checkpoints.resize(before.model, before.variables, sources, new, row)
+  return write_grown(out, (source, source), before, (*made, larger), new, texts, scored)
+
+
+def write_grown(out, sources, before, after, new, texts, scored) -> Grown:
+  """Write a model, variables and tokenizer with new tokens; report on them and on those before.
+
+  Args:
+    out: the folder that is written.
+    sources: the model before, and the one whose tokenizer it is.
+    before: model, variables and tokenizer.
+    after: the same with new tokens.
+    new: new token -> the old tokens that it consists of.
+    texts: texts that are scored.
+    scored: characters of them.
+  """
+  (model, _, tokenizer), (grown, more, larger) = before, after
   with new_output(out, folder=True) as partial:
-    write_folder(partial, grown, more, larger, dtype=dtype_of_file(source))
-    folder = source.path if source.path.is_dir() else source.path.parent
+    write_folder(partial, grown, more, larger, dtype=dtype_of_file(sources[0]))
+    folder = sources[1].path if sources[1].path.is_dir() else sources[1].path.parent
     for name in ("special_tokens_map.json", "chat_template.jinja", "generation_config.json"):
       if (folder / name).is_file():
         copy_file(folder / name, partial / name)
-    written = tokenizers.load_tokenizer(partial)
     text = "\n".join(texts)[:scored]
-    before = _scores(model, variables, tokenizer, text, ())
-    behind = _scores(grown, more, written, text, list(new))
+    old = _scores(*before, text, ())
+    now = _scores(grown, more, tokenizers.load_tokenizer(partial), text, list(new))
+    names = {number: name for number in new if (name := larger.piece(number))}
     report = Grown(
-      vocab=vocab,
-      vocab_after=after,
-      ids=ids,
-      parts={token: [tokenizer.piece(n) for n in own] for token, own in parts.items()},
-      tokens=before[0],
-      tokens_after=behind[0],
-      nats_per_byte=before[1],
-      nats_per_byte_after=behind[1],
-      new_tokens=behind[2],
-      new_token_nats=behind[3],
+      vocab=model.head.vocab,
+      vocab_after=grown.head.vocab,
+      copied=grown.head.vocab - len(new),
+      ids={name: number for number, name in names.items()},
+      parts={name: [tokenizer.piece(n) for n in new[number]] for number, name in names.items()},
+      tokens=old[0],
+      tokens_after=now[0],
+      nats_per_byte=old[1],
+      nats_per_byte_after=now[1],
+      new_tokens=now[2],
+      new_token_nats=now[3],
     )
     content = json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False)
     (partial / "growing.json").write_text(content + "\n", "utf-8")

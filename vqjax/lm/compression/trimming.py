@@ -15,11 +15,13 @@ from jaxtyping import Int
 
 from vqjax.lm import checkpoints, tokenizers
 from vqjax.lm.checkpoints.loading import write_folder
+from vqjax.lm.compression.exports import ROWS, NewTensor, rewrite_gguf, stored_tables
 from vqjax.lm.generation import score
 from vqjax.lm.models import Transformer
 from vqjax.lm.sources.readers import (
   ModelSource,
   check_not_compressed,
+  gguf_header,
   import_checkpoints_extra,
   open_source,
   read_json,
@@ -62,7 +64,7 @@ class Trimmed:
     lines: lines of the text.
     restored: lines that decoding restores before.
     restored_after: lines that decoding restores after.
-    table_bytes: bytes of the vocabulary tables before, in the number format that is written.
+    table_bytes: bytes of the vocabulary tables before.
     table_bytes_after: bytes of them after.
     nats_per_byte: negative log-probability of a byte of the text before; None: not computed.
     nats_per_byte_after: the same after.
@@ -333,12 +335,12 @@ def trim(
 
   Args:
     path: a folder of safetensors, a GGUF, or a file of llama2.c, with its tokenizer.
-    out: the folder that is written, one that `checkpoints.load` and transformers load; it is whole
-      or not there. `trimming.json` in it has the report and the kept ids.
+    out: the folder that is written; it is whole or not there. A GGUF becomes `model.gguf` in it,
+      with the block types that it has, and another model what transformers loads.
+      `checkpoints.load` reads both. `trimming.json` has the report and the kept ids.
     keep: tokens that are kept.
     texts: texts of the language that the model is for.
-    dtype: dtype in which the model is loaded and scored. The number format of the file is kept, or
-      bfloat16 for a quantised one.
+    dtype: dtype in which the model is loaded and scored. The number format of the file is kept.
     scored: characters that are scored before and after; 0: none.
 
   Raises:
@@ -365,24 +367,57 @@ def trim(
   ids = kept_tokens(found, counts, keep)
   model, variables, _ = checkpoints.load(path, dtype=dtype)
   small, fewer = checkpoints.resize(model, variables, ids)
-  written_dtype = dtype_of_file(source)
   with new_output(out, folder=True) as partial:
-    write_folder(partial, small, fewer, found.rebuilt(ids), dtype=written_dtype)
-    _renumber_files(source.path if source.path.is_dir() else source.path.parent, partial, ids)
+    if source.kind == "gguf":
+      partial.mkdir()
+      _write_gguf(source, model, partial / "model.gguf", ids)
+    else:
+      write_folder(partial, small, fewer, found.rebuilt(ids), dtype=dtype_of_file(source))
+      _renumber_files(source.path if source.path.is_dir() else source.path.parent, partial, ids)
     written = tokenizers.load_tokenizer(partial)
     report = _measured(
       (model, variables, tokenizer), (small, fewer, written), found, ids, held, scored
     )
-    width = 4 if written_dtype == "float32" else 2
-    tables = 1 if model.head.embedding is not None else 2
+    size = sum(tensor.nbytes for _, tensor in stored_tables(source, model).values())
     report = dataclasses.replace(
-      report,
-      table_bytes=tables * width * vocab * model.dim,
-      table_bytes_after=tables * width * len(ids) * model.dim,
+      report, table_bytes=size, table_bytes_after=size // vocab * len(ids)
     )
     content = dataclasses.asdict(report) | {"ids": ids.tolist()}
     (partial / "trimming.json").write_text(json.dumps(content) + "\n", "utf-8")
   return report
+
+
+def _write_gguf(
+  source: ModelSource, model: Transformer, out: pathlib.Path, ids: Int[np.ndarray, "N"]
+) -> None:
+  """Write a GGUF again with these rows of its tables, byte for byte, and these of its tokens."""
+  header, ggml = gguf_header(source.path), "tokenizer.ggml."
+
+  def rows_of(name: str) -> NewTensor:
+    entry = header.entries[name]
+    rows = header.data[entry.first :][: entry.nbytes].reshape(entry.shape[0], -1)
+    chunks = (rows[ids[first : first + ROWS]] for first in range(0, len(ids), ROWS))
+    shape = len(ids), *entry.shape[1:]
+    return NewTensor(name, shape, entry.kind, len(ids) * rows.shape[1], chunks)
+
+  old = header.metadata
+  number_of = {int(token): number for number, token in enumerate(ids)}
+  of_tokens = [ggml + name for name in ("tokens", "scores", "token_type") if ggml + name in old]
+  new: dict[str, Any] = {key: [old[key][token] for token in number_of] for key in of_tokens}
+  kept = {*new[ggml + "tokens"]}
+  for key, value in old.items():
+    if key == ggml + "merges":
+      # The first part may begin with a space.
+      pairs = ((m[: m.index(" ", 1)], m[m.index(" ", 1) + 1 :]) for m in value)
+      new[key] = [" ".join(p) for p in pairs if kept.issuperset((*p, "".join(p)))]
+    elif key.startswith(ggml) and key.endswith("_token_id"):
+      new[key] = number_of.get(value)
+    elif key == f"{old['general.architecture']}.vocab_size":
+      new[key] = len(ids)
+    elif key == "tokenizer.huggingface.json":
+      new[key] = None
+  replaced = {name: [rows_of(name)] for name, _ in stored_tables(source, model).values()}
+  rewrite_gguf(source.path, out, replaced, new)
 
 
 TABLES = ("embed_tokens.weight", "token_embd.weight", "wte.weight")

@@ -39,7 +39,7 @@ from vqjax.lm.generation.speculation import (
 )
 from vqjax.lm.lenses.tuned import check_mark, model_mark
 from vqjax.lm.models import Transformer
-from vqjax.lm.models.attention import attend
+from vqjax.lm.models.attention import attend, sunk_softmax
 from vqjax.tables.tensor_files import load_file, save_file
 
 __all__ = ["Eagle", "initial_params", "load_eagle", "save_eagle"]
@@ -147,7 +147,7 @@ class EagleProgram(DraftingProgram):
     query, _, _ = self._query_key_values(arrays, x_BWD, index_BW)
     ring = draft_rings.ring
     slot_BS = ring.positions(length_B, jnp.int32(-1))
-    mixed = self._attended(query, ring, index_BW, slot_BS)
+    mixed = self._attended(arrays, query, ring, index_BW, slot_BS)
     predicted_BWD = _finished(self.model, arrays["eagle"], x_BWD, mixed)
 
     def read(vectors_BWD):
@@ -231,12 +231,12 @@ class EagleProgram(DraftingProgram):
     if last_B is not None:
       take = lambda x: jnp.take_along_axis(x, last_B.reshape(-1, *[1] * (x.ndim - 1)), axis=1)
       x_BTD, query, position_BT = take(x_BTD), take(query), take(position_BT)
-    mixed = self._attended(query, ring, position_BT, slot_BW)
+    mixed = self._attended(arrays, query, ring, position_BT, slot_BW)
     return _finished(self.model, params, x_BTD, mixed)[:, 0], ring
 
-  def _attended(self, query, ring, position_BT, slot_BW):
-    attention = self.model.block().attention
-    options = {"scale": attention.scale, "softcap": attention.softcap}
+  def _attended(self, arrays, query, ring, position_BT, slot_BW):
+    attention, sink = self.model.attention, arrays["eagle"]["block"].get("sink")
+    options = {"scale": attention.scale, "softcap": attention.softcap, "sink": sink}
     return attend(query, ring.key, ring.value, position_BT, slot_BW, **options)
 
   def _inputs(self, arrays, token_BT, hidden_BTD, position):
@@ -447,13 +447,14 @@ def unrolled(
       [shifted(key, number - at) if at else key for at, key in enumerate(keys)],
       [shifted(value, number - at) if at else value for at, value in enumerate(values)],
       model.attention,
+      params["block"].get("sink"),
     )
     hidden_BTD = _finished(model, params, x_BTD, mixed)
     found.append(hidden_BTD)
   return jnp.stack(found)
 
 
-def _attend_unrolled(query, keys, values, attention):
+def _attend_unrolled(query, keys, values, attention, sink):
   """Attention of each position to those before its draft, and to its draft.
 
   Args:
@@ -462,6 +463,7 @@ def _attend_unrolled(query, keys, values, attention):
       that the query at the same index reads.
     values: likewise.
     attention: the options.
+    sink: as in `attend`.
   """
   batch, length, _, width = query.shape
   grouped = query.reshape(batch, length, keys[0].shape[2], -1, width)
@@ -475,7 +477,7 @@ def _attend_unrolled(query, keys, values, attention):
   order_T = jnp.arange(length)
   seen_TS = order_T[:, None] - drafted >= order_T
   seen_TS = jnp.pad(seen_TS, ((0, 0), (0, drafted)), constant_values=True)
-  weight = jax.nn.softmax(jnp.where(seen_TS, scores, jnp.finfo(scores.dtype).min))
+  weight = sunk_softmax(jnp.where(seen_TS, scores, jnp.finfo(scores.dtype).min), sink)
   weight = weight.astype(query.dtype)
   mixed = jnp.einsum("bgnts,bsgc->btgnc", weight[..., :length], values[0])
   for at, value in enumerate(values[1:]):

@@ -251,7 +251,8 @@ def _of_prompt(
   block: Block, x_BTD: Array, layer: BlockSettings, angles: Angles | None, length: Array, slots: int
 ) -> tuple[Array, Ring]:
   query, key, value = block.query_key_values(x_BTD, layer, angles)
-  mixed = attend_to_itself(query, key, value, layer.window, tiled=True, **_options(block))
+  options = block.attention_options()
+  mixed = attend_to_itself(query, key, value, layer.window, tiled=True, **options)
   ring = Ring.of_prompt(key, value, length, slots)
   return block.feed_forward(x_BTD, mixed, deterministic=True), ring
 
@@ -275,9 +276,6 @@ def _of_tokens(
     ahead_T = jnp.asarray(tree.depths)
     key_position, seen = ring.of_tree(length, step, tree)
   positions = (length + step)[:, None] + ahead_T, key_position
-  mixed = attend(query, ring.key, ring.value, *positions, layer.window, seen, **_options(block))
+  options = block.attention_options()
+  mixed = attend(query, ring.key, ring.value, *positions, layer.window, seen, **options)
   return block.feed_forward(x_BTD, mixed, deterministic=True), ring
-
-
-def _options(block: Block) -> dict[str, float | None]:
-  return {"scale": block.attention.scale, "softcap": block.attention.softcap}

@@ -31,6 +31,7 @@ def attend(
   *,
   scale: float | None = None,
   softcap: float | None = None,
+  sink: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B T H C"]:
   """Attention of each query to the last `window` positions up to its own.
 
@@ -47,19 +48,37 @@ def attend(
     seen: False for keys that a query does not see, though their positions are in its window.
     scale: factor of the scores; None: C^-1/2.
     softcap: largest absolute score c: scores are c · tanh(score / c); None: no cap.
+    sink: the score of each head's sink, as in `sunk_softmax`; None: there is none.
   """
   positions = (jnp.atleast_2d(position) for position in (query_position, key_position))
   mask_BTS = _causal_mask(*positions, window)
   mask_BHTS = (mask_BTS if seen is None else mask_BTS & seen)[:, None]
-  if softcap is None:
+  if softcap is None and sink is None:
     return jax.nn.dot_product_attention(query, key, value, mask=mask_BHTS, scale=scale)
   batch, length, heads, width = query.shape
   grouped = query.reshape(batch, length, key.shape[2], -1, width)
   scores = jnp.einsum("btgnc,bsgc->bgnts", grouped, key, preferred_element_type=jnp.float32)
-  scores = softcap * jnp.tanh(scores * (width**-0.5 if scale is None else scale) / softcap)
+  scores *= width**-0.5 if scale is None else scale
+  if softcap is not None:
+    scores = softcap * jnp.tanh(scores / softcap)
   scores = jnp.where(mask_BHTS[:, None], scores, jnp.finfo(scores.dtype).min)
-  weight = jax.nn.softmax(scores).astype(value.dtype)
+  weight = sunk_softmax(scores, sink).astype(value.dtype)
   return jnp.einsum("bgnts,bsgc->btgnc", weight, value).reshape(batch, length, heads, width)
+
+
+def sunk_softmax(
+  scores: Float[Array, "B G N T S"], sink: Float[Array, "H"] | None
+) -> Float[Array, "B G N T S"]:
+  """Softmax over keys and a sink without a value, which takes a share; H = G · N heads.
+
+  Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023; a learned
+  score for each head as in gpt-oss.
+  """
+  if sink is None:
+    return jax.nn.softmax(scores)
+  sink_GN11 = sink.astype(scores.dtype).reshape(*scores.shape[1:3], 1, 1)
+  log_z = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1, keepdims=True), sink_GN11)
+  return jnp.exp(scores - log_z)
 
 
 def attend_to_itself(
@@ -71,11 +90,12 @@ def attend_to_itself(
   tiled: bool = False,
   scale: float | None = None,
   softcap: float | None = None,
+  sink: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B T H C"]:
   """Attention of positions 0 to T - 1 among themselves; it equals `attend` up to rounding.
 
-  On a GPU it is cuDNN's, which stores no weights, where that has it: 16-bit vectors, no window and
-  no cap.
+  On a GPU it is cuDNN's, which stores no weights, where that has it: 16-bit vectors, no window, no
+  cap and no sink.
 
   Args:
     query: the queries.
@@ -86,23 +106,24 @@ def attend_to_itself(
       pass, so that no array of T·T elements is alive.
     scale: as in `attend`.
     softcap: as in `attend`.
+    sink: as in `attend`.
   """
-  if _has_cudnn(query, window, softcap):
+  if softcap is None and sink is None and _has_cudnn(query, window):
     return jax.nn.dot_product_attention(
       query, key, value, scale=scale, is_causal=True, implementation="cudnn"
     )
-  options = {"scale": scale, "softcap": softcap}
+  options = {"scale": scale, "softcap": softcap, "sink": sink}
   if tiled:
     return _attend_in_tiles(query, key, value, window, **options)
   position_T = jnp.arange(query.shape[1])
   return attend(query, key, value, position_T, position_T, window, **options)
 
 
-def _has_cudnn(query, window, softcap):
+def _has_cudnn(query, window):
   is_narrow = query.dtype in (jnp.bfloat16, jnp.float16)
   fits = query.shape[-1] <= 128 and query.shape[-1] % 8 == 0 and query.shape[1] % 2 == 0
   is_gpu = vocab_parallel.platform() == "gpu"
-  return is_gpu and is_narrow and fits and window is None and softcap is None
+  return is_gpu and is_narrow and fits and window is None
 
 
 def _attend_in_tiles(query, key, value, window, **options):

@@ -26,11 +26,11 @@ from vqjax.lm.models.base import (
   stacked_axes,
 )
 from vqjax.lm.models.rotary import Rotary, rotate
-from vqjax.ops import narrow
+from vqjax.ops import narrow, ragged
 from vqjax.sharding import constrain
 from vqjax.types import Dtype
 
-__all__ = ["MLP", "Attention", "LayerNorm", "RMSNorm", "Transformer"]
+__all__ = ["MLP", "Attention", "Experts", "LayerNorm", "RMSNorm", "Swish", "Transformer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +98,7 @@ class Attention:
     joint_norm: `qk_norm` normalises all heads as one vector, as in OLMo 2.
     qkv_bias: the projections to queries, keys and values have a bias.
     out_bias: the projection of the heads' outputs has a bias.
+    has_sinks: each head has a learned score of a key without a value, as in gpt-oss.
   """
 
   kv_heads: int | None = None
@@ -108,6 +109,43 @@ class Attention:
   joint_norm: bool = False
   qkv_bias: bool = True
   out_bias: bool = True
+  has_sinks: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Swish:
+  """The activation x · sigmoid(alpha · x).
+
+  Attributes:
+    alpha: 1 is SiLU, and 1.702 is near GELU.
+  """
+
+  alpha: float
+
+  def __call__(self, x: Array) -> Array:
+    """The activation of each number."""
+    return x * jax.nn.sigmoid(self.alpha * x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+  """Feed-forward layers among which a router chooses a few for each token.
+
+  The output is the sum of those of the chosen experts by their weights, the softmax of the router's
+  scores. Each token has all of its experts, however many tokens choose the same one. Source:
+  Shazeer et al., Outrageously Large Neural Networks, 2017.
+
+  Attributes:
+    count: number of experts.
+    chosen: number of experts of a token.
+    normalized: the weights of the chosen experts add up to 1.
+    router_bias: the router's scores have a bias.
+  """
+
+  count: int
+  chosen: int
+  normalized: bool = True
+  router_bias: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,12 +158,56 @@ class MLP:
     gated: the activation of one projection multiplies another one. Source: Shazeer, GLU Variants,
       2020.
     use_bias: its products have a bias.
+    limit: with a gate, the largest input of the activation and the largest absolute other factor,
+      to which 1 is added, as in gpt-oss; None: no limit, and nothing is added.
+    experts: there are as many such layers, with a gate, and a router; None: there is one.
   """
 
   width: int | None = None
   activation: Callable[[Array], Array] = nn.gelu
   gated: bool = False
   use_bias: bool = True
+  limit: float | None = None
+  experts: Experts | None = None
+
+  def gate(self, gate: Array, other: Array, activation: Callable[[Array], Array]) -> Array:
+    """The product of the activation of one projection and of the other projection."""
+    if self.limit is None:
+      return other * activation(gate)
+    return (jnp.clip(other, -self.limit, self.limit) + 1) * activation(
+      jnp.minimum(gate, self.limit)
+    )
+
+
+class ExpertProduct(nn.Module):
+  """Products of rows with the matrices of their experts, in float32.
+
+  Attributes:
+    count: number of experts, E.
+    width: width of the results, F.
+    scale: standard deviation of the initial matrices.
+    use_bias: each expert has a bias.
+    dtype: dtype of the factors.
+  """
+
+  count: int
+  width: int
+  scale: float
+  use_bias: bool
+  dtype: Dtype
+
+  @nn.compact
+  def __call__(
+    self, rows_ND: Float[Array, "N D"], expert_N: Int[Array, "N"], count_E: Int[Array, "E"]
+  ) -> Float[Array, "N F"]:
+    """The products of rows that are sorted by expert, of which expert e has count_E[e]."""
+    shape = self.count, rows_ND.shape[1], self.width
+    kernel_EDF = self.param("kernel", nn.initializers.normal(self.scale), shape, jnp.float32)
+    out_NF = ragged.product(rows_ND.astype(self.dtype), kernel_EDF, count_E)
+    if self.use_bias:
+      bias_EF = self.param("bias", nn.initializers.zeros, (self.count, self.width), jnp.float32)
+      out_NF += bias_EF.astype(jnp.float32)[expert_N]
+    return out_NF
 
 
 class BlockSettings(NamedTuple):
@@ -200,11 +282,17 @@ class Block(nn.Module):
     self.attention_out = dense(
       self.dim, self.residual_scale, axis=(-2, -1), use_bias=self.attention.out_bias
     )
-    inner, mlp_bias = self.mlp.width or 4 * self.dim, self.mlp.use_bias
+    if self.attention.has_sinks:
+      self.sink = self.param("sink", normal(0.02), (self.heads,), jnp.float32)
+    inner, mlp_bias, experts = self.mlp.width or 4 * self.dim, self.mlp.use_bias, self.mlp.experts
+    product = lambda width, scale: dense(width, scale, use_bias=mlp_bias)
+    if experts is not None:
+      self.router = dense(experts.count, 0.02, use_bias=experts.router_bias)
+      product = lambda *sizes: ExpertProduct(experts.count, *sizes, mlp_bias, self.dtype)
     if self.mlp.gated:
-      self.mlp_gate = dense(inner, 0.02, use_bias=mlp_bias)
-    self.mlp_in = dense(inner, 0.02, use_bias=mlp_bias)
-    self.mlp_out = dense(self.dim, self.residual_scale, use_bias=mlp_bias)
+      self.mlp_gate = product(inner, 0.02)
+    self.mlp_in = product(inner, 0.02)
+    self.mlp_out = product(self.dim, self.residual_scale)
     if self.pre_norms:
       self.attention_norm, self.mlp_norm = norm(), norm()
     if self.post_norms:
@@ -227,9 +315,14 @@ class Block(nn.Module):
       deterministic: no dropout.
     """
     query, key, value = self.query_key_values(x_BTD, layer, angles)
-    options = {"scale": self.attention.scale, "softcap": self.attention.softcap}
+    options = self.attention_options()
     mixed = attend_to_itself(query, key, value, layer.window, tiled=self.remat, **options)
     return self.feed_forward(x_BTD, mixed, deterministic), None
+
+  def attention_options(self) -> dict:
+    """The arguments of `attend` that are the same for all positions."""
+    sink = self.sink if self.attention.has_sinks else None
+    return {"scale": self.attention.scale, "softcap": self.attention.softcap, "sink": sink}
 
   def query_key_values(
     self, x_BTD: Float[Array, "B T D"], layer: BlockSettings, angles: Angles | None
@@ -269,17 +362,42 @@ class Block(nn.Module):
       mixed_BTD = self.attention_post_norm(mixed_BTD)
     x_BTD = self._added(x_BTD, mixed_BTD, deterministic)
     normed_BTD = self.mlp_norm(x_BTD) if self.pre_norms else x_BTD
-    inner_BTF = constrain(self.mlp_in(normed_BTD), INNER)
-    # Recomputed from its input, gelu keeps no tanh [B, T, 4·D] for the backward pass.
-    activation = jax.checkpoint(self.mlp.activation) if self.remat else self.mlp.activation
-    if self.mlp.gated:
-      inner_BTF = inner_BTF * activation(constrain(self.mlp_gate(normed_BTD), INNER))
-    else:
-      inner_BTF = activation(inner_BTF)
-    mlp_BTD = self.mlp_out(inner_BTF)
+    mlp_BTD = (self._dense if self.mlp.experts is None else self._of_experts)(normed_BTD)
     if self.post_norms:
       mlp_BTD = self.mlp_post_norm(mlp_BTD)
     return self._added(x_BTD, mlp_BTD, deterministic)
+
+  def _dense(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    inner_BTF = constrain(self.mlp_in(x_BTD), INNER)
+    # Recomputed from its input, gelu keeps no tanh [B, T, 4·D] for the backward pass.
+    activation = jax.checkpoint(self.mlp.activation) if self.remat else self.mlp.activation
+    if self.mlp.gated:
+      gate_BTF = constrain(self.mlp_gate(x_BTD), INNER)
+      inner_BTF = self.mlp.gate(gate_BTF, inner_BTF, activation)
+    else:
+      inner_BTF = activation(inner_BTF)
+    return self.mlp_out(inner_BTF)
+
+  def _of_experts(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The sum of the outputs of each token's experts, by the router's weights."""
+    experts, x_ND = self.mlp.experts, x_BTD.reshape(-1, self.dim)
+    score_NE = self.router(x_ND).astype(jnp.float32)
+    score_NK, expert_NK = jax.lax.top_k(score_NE, experts.chosen)
+    among = score_NK if experts.normalized else score_NE
+    weight_NK = jnp.exp(score_NK - jax.nn.logsumexp(among, axis=-1, keepdims=True))
+    # A copy of each token for each of its experts, sorted so that an expert's rows meet its
+    # matrices once.
+    order_R = jnp.argsort(expert_NK.ravel())
+    expert_R = expert_NK.ravel()[order_R]
+    count_E = jnp.bincount(expert_R, length=experts.count)
+    of_experts = lambda product, rows_RX: product(rows_RX, expert_R, count_E)
+    rows_RD = x_ND[order_R // experts.chosen]
+    gate_RF, inner_RF = of_experts(self.mlp_gate, rows_RD), of_experts(self.mlp_in, rows_RD)
+    inner_RF = self.mlp.gate(gate_RF, inner_RF, self.mlp.activation)
+    out_RD = of_experts(self.mlp_out, inner_RF)
+    out_NKD = out_RD[jnp.argsort(order_R)].reshape(*expert_NK.shape, self.dim)
+    mixed_ND = (weight_NK[..., None] * out_NKD).sum(1)
+    return mixed_ND.astype(self.dtype).reshape(x_BTD.shape)
 
   def axes(self) -> dict:
     """Logical axes of the parameters of the block."""
@@ -288,7 +406,10 @@ class Block(nn.Module):
       {"kernel": kernel} | ({"bias": bias} if has_bias else {})
     )
     qkv = lambda *axes: biased(self.attention.qkv_bias, ("embed", *axes), axes)
-    mlp = lambda *axes: biased(self.mlp.use_bias, axes, axes[1:])
+    expert = () if self.mlp.experts is None else ("experts",)
+    mlp = lambda first, last, bias: biased(
+      self.mlp.use_bias, (*expert, first, last), (*expert, bias)
+    )
     names = ["attention_norm", "mlp_norm"] if self.pre_norms else []
     names += ["query_norm", "key_norm"] if self.attention.qk_norm else []
     names += ["attention_post_norm", "mlp_post_norm"] if self.post_norms else []
@@ -298,8 +419,13 @@ class Block(nn.Module):
     else:
       axes |= {name: qkv(*heads) for name in ("query", "key", "value")}
     axes["attention_out"] = biased(self.attention.out_bias, (*heads, "embed"), ("norm",))
-    axes |= {name: mlp("embed", "mlp") for name in ["mlp_in", "mlp_gate"][: 1 + self.mlp.gated]}
-    return axes | {"mlp_out": biased(self.mlp.use_bias, ("mlp", "embed"), ("norm",))}
+    if self.attention.has_sinks:
+      axes["sink"] = ("heads",)
+    if expert:
+      axes["router"] = biased(self.mlp.experts.router_bias, ("embed", "experts"), ("experts",))
+    names = ["mlp_in", "mlp_gate"][: 1 + self.mlp.gated]
+    axes |= {name: mlp("embed", "mlp", "mlp") for name in names}
+    return axes | {"mlp_out": mlp("mlp", "embed", "norm")}
 
 
 INNER = ("batch", None, "mlp")
@@ -406,6 +532,12 @@ class Transformer(LanguageModel):
       raise ValueError(
         f"`turned` must have an entry for each of {self.layers} blocks and needs `rotary`; got"
         f" {len(self.turned)} entries and {self.rotary}. Give both, or neither."
+      )
+    experts = self.mlp.experts
+    if experts is not None and not (self.mlp.gated and 1 <= experts.chosen <= experts.count):
+      raise ValueError(
+        "`mlp.experts` needs `mlp.gated`, and from 1 to all of the experts for a token; got"
+        f" {experts} with gated={self.mlp.gated}. Change them."
       )
     check_dropout(self.dropout)
     if self.attention.head_dim is None:

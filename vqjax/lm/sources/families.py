@@ -17,7 +17,17 @@ from flax import linen as nn
 
 from vqjax.embeddings import DenseEmbedding
 from vqjax.heads import DenseHead
-from vqjax.lm.models import MLP, Attention, LayerNorm, RMSNorm, Rotary, Transformer, rotary
+from vqjax.lm.models import (
+  MLP,
+  Attention,
+  Experts,
+  LayerNorm,
+  RMSNorm,
+  Rotary,
+  Swish,
+  Transformer,
+  rotary,
+)
 from vqjax.lm.records import shown
 from vqjax.lm.sources import schema
 from vqjax.lm.sources.layout import Layout
@@ -34,13 +44,15 @@ class Rule:
   Attributes:
     path: the variable below "params", with slashes; those below "blocks" have an axis of blocks
       first, and a tensor for each block.
-    name: the tensor in safetensors; "{}" stands for the number of the block.
+    name: the tensor in safetensors; "{}" stands for the number of the block, and another one for
+      that of the expert.
     gguf: the tensor in a GGUF.
-    layout: the layouts of the tensor and of a block's variable.
+    layout: the layouts of the tensor and of its part of the variable.
     gguf_layout: the layouts in a GGUF; None: `layout`.
     gguf_offset: number that a GGUF has added to the parameter.
     joined: the variables whose tensors are one tensor, joined along its first axis in this order;
       (): it has a tensor of its own.
+    interleaved: they are joined in safetensors alone, and side by side along the last axis.
   """
 
   path: str
@@ -50,6 +62,7 @@ class Rule:
   gguf_layout: str | None = None
   gguf_offset: float = 0.0
   joined: tuple[str, ...] = ()
+  interleaved: bool = False
 
   def tensor_name(self, kind: str) -> str:
     """The name of the tensor in a file of this kind."""
@@ -58,6 +71,14 @@ class Rule:
   def tensor_layout(self, kind: str) -> Layout:
     """The layout in a file of this kind."""
     return Layout(self.layout if kind == "safetensors" else self.gguf_layout or self.layout)
+
+  def stacked_axes(self, kind: str) -> int:
+    """The number of leading axes of the variable whose entries have tensors of their own."""
+    return self.tensor_name(kind).count("{}")
+
+  def joined_with(self, kind: str) -> tuple[str, ...]:
+    """`joined`, in a file of this kind."""
+    return () if self.interleaved and kind != "safetensors" else self.joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +191,54 @@ def _gated(interleaved: bool, offset: float, post_norms: bool) -> tuple[Rule, ..
     *attention,
     *mlp,
   )
+
+
+def _routed(
+  router: str, experts: str, names: Sequence[str], *, interleaved: bool
+) -> tuple[Rule, ...]:
+  """The rules of families with a router, whose experts have tensors of their own in safetensors.
+
+  Args:
+    router: the router's product.
+    experts: what the names of all experts begin with.
+    names: those of the gate, of the other projection inwards, and of the one outwards.
+    interleaved: as of `_gated`.
+  """
+  more = _linear("blocks/router", f"layers.{{}}.{router}", "blk.{}.ffn_gate_inp", "e d -> d e")
+  parts = zip(("gate", "in", "out"), ("gate", "up", "down"), names, strict=True)
+  for part, gguf, name in parts:
+    name = f"layers.{{}}.{experts}.{{}}.{name}.weight"
+    gguf = f"blk.{{}}.ffn_{gguf}_exps.weight"
+    more.append(Rule(f"blocks/mlp_{part}/kernel", name, gguf, "y x -> x y", "e y x -> e x y"))
+  return _replaced(_gated(interleaved=interleaved, offset=0.0, post_norms=False), more)
+
+
+def _replaced(rules: Sequence[Rule], more: Sequence[Rule]) -> tuple[Rule, ...]:
+  """The rules with others for the variables of some."""
+  return tuple(({rule.path: rule for rule in rules} | {rule.path: rule for rule in more}).values())
+
+
+def _gpt_oss_rules() -> tuple[Rule, ...]:
+  """The rules of gpt-oss: in safetensors the experts of a block are one tensor."""
+  more = [
+    _vector(
+      "blocks/mlp_norm/scale",
+      "layers.{}.post_attention_layernorm.weight",
+      "blk.{}.post_attention_norm.weight",
+    ),
+    _vector("blocks/sink", "layers.{}.self_attn.sinks", "blk.{}.attn_sinks.weight"),
+    *_linear("blocks/router", "layers.{}.mlp.router", "blk.{}.ffn_gate_inp", "e d -> d e"),
+  ]
+  for end, suffix, axes in (("kernel", "", "e x y"), ("bias", "_bias", "e y")):
+    both = tuple(f"blocks/mlp_{part}/{end}" for part in ("gate", "in"))
+    names = [(both[0], "gate_up", "gate"), (both[1], "gate_up", "up")]
+    for path, name, gguf in (*names, (f"blocks/mlp_out/{end}", "down", "down")):
+      joined = {"joined": both, "interleaved": True} if path in both else {}
+      name = f"layers.{{}}.mlp.experts.{name}_proj{suffix}"
+      gguf = f"blk.{{}}.ffn_{gguf}_exps.{'bias' if suffix else 'weight'}"
+      in_gguf = f"{axes if suffix else 'e y x'} -> {axes}"
+      more.append(Rule(path, name, gguf, f"{axes} -> {axes}", in_gguf, **joined))
+  return _replaced(_gated(interleaved=False, offset=0.0, post_norms=False), more)
 
 
 def _phi3_rules() -> tuple[Rule, ...]:
@@ -287,10 +356,10 @@ def _llama_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
   return _rotary_decoder(config, dtype)
 
 
-def _mistral_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
+def _mistral_decoder(config: Mapping[str, Any], dtype: Dtype, **fields: Any) -> Transformer:
   window = config["sliding_window"]
   local = None if window is None else (True,) * config["num_hidden_layers"]
-  return _rotary_decoder(config, dtype, window=window, local=local)
+  return _rotary_decoder(config, dtype, window=window, local=local, **fields)
 
 
 def _qwen2_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
@@ -300,6 +369,46 @@ def _qwen2_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
 
 def _qwen3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
   return _rotary_decoder(config, dtype, attention={"qk_norm": True}, **_late_windows(config))
+
+
+def _mixtral_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
+  return _mistral_decoder(config, dtype, mlp=_experts(config))
+
+
+def _qwen3_moe_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
+  if config["mlp_only_layers"]:
+    raise ValueError(f"`mlp_only_layers` must be empty; got {shown(config['mlp_only_layers'])}")
+  window = config["sliding_window"] if config["use_sliding_window"] else None
+  count = config["num_experts"] or config["num_local_experts"]
+  return _mistral_decoder(
+    config | {"sliding_window": window, "intermediate_size": config["moe_intermediate_size"]},
+    dtype,
+    attention={"qk_norm": True},
+    mlp=_experts(config | {"num_local_experts": count}, normalized=config["norm_topk_prob"]),
+  )
+
+
+def _gpt_oss_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
+  if not (config["rope_scaling"] or config["rope_parameters"]):
+    scaling = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
+    scaling["original_max_position_embeddings"] = 4096
+    config = config | {"rope_scaling": scaling}
+  mlp = {"activation": Swish(config["swiglu_alpha"]), "limit": config["swiglu_limit"]}
+  return _rotary_decoder(
+    config,
+    dtype,
+    attention={"has_sinks": True},
+    mlp=mlp | _experts(config, router_bias=True),
+    window=config["sliding_window"],
+    local=_local(config, lambda layer: layer % 2 == 0),
+  )
+
+
+def _experts(config: Mapping[str, Any], **fields: bool) -> dict[str, Experts]:
+  count, chosen = config["num_local_experts"], config["num_experts_per_tok"]
+  if chosen > count:
+    raise ValueError(f"`num_experts_per_tok` must be at most the {count} experts; got {chosen}")
+  return {"experts": Experts(count, chosen, **fields)}
 
 
 def _late_windows(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -317,9 +426,7 @@ def _phi3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
     rope["rope_type"] = "longrope"  # as these were called before
   if rope.get("rope_type") not in (None, "default"):
     rope.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
-  window = config["sliding_window"]
-  local = None if window is None else (True,) * config["num_hidden_layers"]
-  return _rotary_decoder(config | {name: rope}, dtype, partial=True, window=window, local=local)
+  return _mistral_decoder(config | {name: rope}, dtype, partial=True)
 
 
 def _smollm3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
@@ -439,6 +546,7 @@ def _rotary_decoder(
   dtype: Dtype,
   *,
   attention: Mapping[str, Any] | None = None,
+  mlp: Mapping[str, Any] | None = None,
   offset: float = 0.0,
   partial: bool = False,
   **fields: Any,
@@ -478,9 +586,9 @@ def _rotary_decoder(
     ),
     mlp=MLP(
       width=config["intermediate_size"],
-      activation=ACTIVATIONS[config["hidden_act"]],
       gated=True,
       use_bias=config["mlp_bias"],
+      **{"activation": ACTIVATIONS[config["hidden_act"]]} | dict(mlp or {}),
     ),
     rotary=turn,
     **fields,
@@ -645,6 +753,37 @@ def _window_config(model: Transformer) -> dict[str, Any]:
   return _rotary_decoder_config(model) | {"sliding_window": model.window}
 
 
+def _mixtral_config(model: Transformer) -> dict[str, Any]:
+  return _window_config(model) | {
+    "num_local_experts": model.mlp.experts.count,
+    "num_experts_per_tok": model.mlp.experts.chosen,
+  }
+
+
+def _qwen3_moe_config(model: Transformer) -> dict[str, Any]:
+  return _window_config(model) | {
+    "num_experts": model.mlp.experts.count,
+    "num_experts_per_tok": model.mlp.experts.chosen,
+    "moe_intermediate_size": model.mlp.width,
+    "norm_topk_prob": model.mlp.experts.normalized,
+    "use_sliding_window": model.window is not None,
+  }
+
+
+def _gpt_oss_config(model: Transformer) -> dict[str, Any]:
+  config = _rotary_decoder_config(model)
+  return config | {
+    "rope_scaling": config["rope_scaling"] or {"rope_type": "default"},
+    "hidden_act": "silu",
+    "num_local_experts": model.mlp.experts.count,
+    "num_experts_per_tok": model.mlp.experts.chosen,
+    "swiglu_alpha": model.mlp.activation.alpha,
+    "swiglu_limit": model.mlp.limit,
+    "sliding_window": model.window,
+    "layer_types": _layer_types(model),
+  }
+
+
 def _qwen_config(model: Transformer) -> dict[str, Any]:
   config = _rotary_decoder_config(model)
   if model.attention.qkv_bias and not model.attention.out_bias:
@@ -756,6 +895,35 @@ FAMILIES = {
       schema.Qwen3Config,
       _qwen3_decoder,
       _qwen_config,
+    ),
+    Family(
+      "mixtral",
+      "MixtralForCausalLM",
+      _routed(
+        "block_sparse_moe.gate",
+        "block_sparse_moe.experts",
+        ("w1", "w3", "w2"),
+        interleaved=True,
+      ),
+      schema.MixtralConfig,
+      _mixtral_decoder,
+      _mixtral_config,
+    ),
+    Family(
+      "qwen3_moe",
+      "Qwen3MoeForCausalLM",
+      _routed("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj"), interleaved=False),
+      schema.Qwen3MoeConfig,
+      _qwen3_moe_decoder,
+      _qwen3_moe_config,
+    ),
+    Family(
+      "gpt_oss",
+      "GptOssForCausalLM",
+      _gpt_oss_rules(),
+      schema.GptOssConfig,
+      _gpt_oss_decoder,
+      _gpt_oss_config,
     ),
     Family(
       "phi3",

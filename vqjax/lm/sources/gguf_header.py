@@ -45,16 +45,33 @@ class Header(NamedTuple):
   Attributes:
     data: the whole file, mapped.
     metadata: the values by their keys.
+    spans: the bytes of each key with its value.
     entries: the tensors by their names.
     alignment: tensors begin at multiples of it.
-    begin: bytes before the first entry: version, counts and metadata.
   """
 
   data: np.ndarray
   metadata: dict[str, Any]
+  spans: dict[str, slice]
   entries: dict[str, Entry]
   alignment: int
-  begin: int
+
+  def with_value(self, key: str, value: Any) -> bytes:
+    """The bytes of a key with another value of its type; a new key has a text."""
+    kinds = (STRING,)
+    if key in self.spans:
+      reader = _Reader(self.data[self.spans[key]])
+      reader.text()
+      kinds = reader.numbers("I")
+      kinds += reader.numbers("I") if kinds == (ARRAY,) else ()
+    text = lambda own: struct.pack("<Q", len(own.encode())) + own.encode()
+    start = text(key) + struct.pack(f"<{len(kinds)}I", *kinds)
+    if kinds[0] == ARRAY:
+      start += struct.pack("<Q", len(value))
+    values = value if kinds[0] == ARRAY else [value]
+    if kinds[-1] == STRING:
+      return start + b"".join(map(text, values))
+    return start + np.asarray(values, np.dtype(SCALARS[kinds[-1]]).newbyteorder("<")).tobytes()
 
 
 class _Reader:
@@ -115,15 +132,17 @@ def read_header(path: pathlib.Path, sizes: dict[int, tuple[int, int]]) -> Header
     remedy = ", of the other byte order: call gguf-convert-endian first" if swapped else ""
     raise ValueError(f"the magic {magic} and the version {version}{remedy}")
   metadata: dict[str, Any] = {}
+  spans: dict[str, slice] = {}
   for _ in range(keys):
-    key = reader.text()
+    first, key = reader.at, reader.text()
     if key in metadata:
       raise ValueError(f"{key!r} twice")
     metadata[key] = reader.value(*reader.numbers("I"))
+    spans[key] = slice(first, reader.at)
   alignment = metadata.get("general.alignment", 32)
   if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
     raise ValueError(f"the alignment {alignment!r}, not a power of two")
-  begin, infos = reader.at, {}
+  infos = {}
   for _ in range(tensors):
     name, (rank,) = reader.text(), reader.numbers("I")
     if name in infos:
@@ -148,4 +167,4 @@ def read_header(path: pathlib.Path, sizes: dict[int, tuple[int, int]]) -> Header
   # The last one has no other behind it that would show a wrong size.
   if entries and len(data) - start >= next_offset + alignment:
     raise ValueError(f"{len(data) - start - next_offset:,} bytes behind the tensors")
-  return Header(data, metadata, entries, alignment, begin)
+  return Header(data, metadata, spans, entries, alignment)

@@ -26,6 +26,12 @@ class Layout:
   text: str
 
   @property
+  def keeps_rows(self) -> bool:
+    """Whether the first axis of the tensor is also that of the variable."""
+    (first, *_), (own, *_) = self._sides
+    return first == own and len(first) == 1
+
+  @property
   def _sides(self) -> list[list[list[str]]]:
     """Both sides as a list of axes, each a list of the names that it joins."""
     sides = self.text.split("->")

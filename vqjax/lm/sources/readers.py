@@ -335,7 +335,7 @@ def _table_rows(where: str, table, rows: slice) -> np.ndarray:
 
 
 def _safetensors(file: pathlib.Path) -> dict[str, Tensor]:
-  tensors, _ = tensor_files.open_file(file)
+  tensors, _ = tensor_files.open_file(file, narrow=True)
   return {
     name: dataclasses.replace(_view(x.array, x.format), named=x.named, checksum=x.checksum)
     for name, x in tensors.items()
@@ -343,7 +343,8 @@ def _safetensors(file: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _view(view: np.ndarray, format: str) -> Tensor:
-  return Tensor(view.shape, format, view.nbytes, view.__getitem__)
+  # A number without axes has no rows.
+  return Tensor(view.shape, format, view.nbytes, view.__getitem__ if view.ndim else lambda _: view)
 
 
 def verify_tensor(name: str, tensor: Tensor, path: pathlib.Path) -> None:
@@ -484,6 +485,8 @@ GGUF_FAMILIES = {
   "llama": "llama",
   "qwen2": "qwen2",
   "qwen3": "qwen3",
+  "qwen3moe": "qwen3_moe",
+  "gpt-oss": "gpt_oss",
   "phi3": "phi3",
   "smollm3": "smollm3",
   "olmo2": "olmo2",
@@ -518,6 +521,16 @@ GGUF_KEYS = {
 }
 GGUF_KEYS |= dict.fromkeys(("qwen2", "qwen3", "phi3", "smollm3", "olmo2"), GGUF_KEYS["llama"])
 GGUF_KEYS["olmo3"] = GGUF_KEYS["llama"] | {"sliding_window": "attention.sliding_window"}
+GGUF_KEYS["mixtral"] = GGUF_KEYS["llama"] | {
+  "num_local_experts": "expert_count",
+  "num_experts_per_tok": "expert_used_count",
+}
+GGUF_KEYS["qwen3moe"] = GGUF_KEYS["mixtral"] | {
+  "moe_intermediate_size": "expert_feed_forward_length"
+}
+GGUF_KEYS["gpt-oss"] = (
+  GGUF_KEYS["mixtral"] | GGUF_KEYS["olmo3"] | {"intermediate_size": "expert_feed_forward_length"}
+)
 GGUF_KEYS["granite"] = GGUF_KEYS["llama"] | {
   "attention_multiplier": "attention.scale",
   "embedding_multiplier": "embedding_scale",
@@ -578,7 +591,11 @@ GGUF_WIDTHS += ("attention.key_length_swa", "attention.value_length_swa")
 """Keys that must be the width of a head: others are not implemented."""
 
 GGUF_IGNORED = {"phi3": ("attention.sliding_window", "rope.scaling.attn_factor")}
-"""Further keys: llama.cpp ignores the windows of Phi-3; the factor is read with its divisors."""
+GGUF_IGNORED |= {"gpt-oss": ("feed_forward_length",)}
+"""Further keys: llama.cpp ignores the windows of Phi-3; the factor is read with its divisors.
+
+gpt-oss has no layer of the width without experts.
+"""
 
 GGUF_HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
 """Keys of an architecture that llama.cpp does not compute logits with."""
@@ -601,19 +618,19 @@ def _gguf_config(
   remedy = "Convert the model again, or download the file again."
   if not isinstance(arch, str) or arch not in GGUF_FAMILIES:
     return {"model_type": arch}, Origin(str(path), {"model_type": "general.architecture"}, remedy)
-  words = GGUF_KEYS[arch] | {f"rope_scaling.{key}": own for key, own in GGUF_ROPE.items()}
+  kind = _gguf_kind(arch, metadata)
+  words = GGUF_KEYS[kind] | {f"rope_scaling.{key}": own for key, own in GGUF_ROPE.items()}
   origin = Origin(str(path), {key: f"{arch}.{own}" for key, own in words.items()}, remedy)
   if "token_embd.weight" not in tensors:
     raise origin.error("the tensor token_embd.weight is missing")
   own = lambda key, default=None: metadata.get(f"{arch}.{key}", default)
   config = {
-    "model_type": GGUF_FAMILIES[arch],
+    "model_type": GGUF_FAMILIES.get(kind, kind),
     "vocab_size": (*tensors["token_embd.weight"].shape, 0)[0],
     "tie_word_embeddings": "output.weight" not in tensors,
   }
-  kind = arch
-  if arch == "olmo2" and own("attention.sliding_window"):
-    kind = config["model_type"] = "olmo3"  # which llama.cpp tells from the other by its windows
+  if kind == "qwen3moe":
+    config["norm_topk_prob"] = True  # which llama.cpp has in its code
   for key, name in GGUF_KEYS[kind].items():
     # None is refused where a key is needed, once the decoder is.
     config[key] = own(name, GGUF_OPTIONAL.get(key))
@@ -633,7 +650,8 @@ def _gguf_config(
         f"`{arch}.{key}` must be {width}, the width of a head; got {records.shown(own(key))}, which"
         " is not implemented"
       )
-  config["rope_scaling"] = _gguf_rope(own, tensors, origin, arch)
+  # gpt-oss has a scaling by default.
+  config["rope_scaling"] = _gguf_rope(own, tensors, origin, arch) or {"rope_type": "default"}
   if arch in GEMMA_27B:
     # llama.cpp has this number in its code: it is not in the metadata.
     is_large = own("block_count") == GEMMA_27B[arch]
@@ -644,6 +662,13 @@ def _gguf_config(
   if arch == "granite" and config["attention_multiplier"] == 0:
     config["attention_multiplier"] = width**-0.5 if type(width) is int and width > 0 else 1.0
   return config, origin
+
+
+def _gguf_kind(arch: str, metadata: Mapping[str, Any]) -> str:
+  """The architecture, or the family that llama.cpp tells from it by a key."""
+  if arch == "olmo2" and metadata.get("olmo2.attention.sliding_window"):
+    return "olmo3"
+  return "mixtral" if arch == "llama" and metadata.get("llama.expert_count") else arch
 
 
 def _gguf_rope(

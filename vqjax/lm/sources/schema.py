@@ -166,6 +166,53 @@ class Qwen3Config(Qwen2Config):
 
 
 @dataclasses.dataclass(frozen=True)
+class MixtralConfig(_Rotary):
+  """The config of Mixtral."""
+
+  rms_norm_eps: Epsilon = 1e-5
+  rope_theta: Base | None = 1e6
+  attention_bias: Literal[False] = False
+  mlp_bias: Literal[False] = False
+  sliding_window: Size | None = None
+  num_local_experts: Axis = 8
+  num_experts_per_tok: Size = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3MoeConfig(_Rotary):
+  """The config of Qwen 3 with experts in all blocks, or with another name of their number."""
+
+  mlp_bias: Literal[False] = False
+  use_sliding_window: bool = False
+  sliding_window: Size | None = 4096
+  moe_intermediate_size: Axis = 768
+  num_experts: Axis | None = None
+  num_local_experts: Axis = 128
+  num_experts_per_tok: Size = 8
+  norm_topk_prob: bool = False
+  decoder_sparse_step: Literal[1] = 1
+  mlp_only_layers: list[int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GptOssConfig(_Rotary):
+  """The config of gpt-oss."""
+
+  head_dim: Axis | None = 64
+  rms_norm_eps: Epsilon = 1e-5
+  hidden_act: Literal["silu"] = "silu"
+  rope_theta: Base | None = 1.5e5
+  attention_bias: bool = True
+  mlp_bias: Literal[True] = True
+  sliding_window: Size = 128
+  layer_types: Kinds | None = None
+  num_local_experts: Axis = 128
+  num_experts_per_tok: Size = 4
+  swiglu_alpha: Positive = 1.702
+  swiglu_limit: Positive = 7.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Phi3Config(_Rotary):
   """The config of Phi-3 and of Phi-4."""
 
@@ -263,6 +310,8 @@ HARMLESS = frozenset(
     *("boi_token_index", "eoi_token_index", "eoi_token_id", "boi_token_id", "tokenizer_class"),
     *("prefix", "finetuning_task", "language", "license", "unsloth_fixed", "unsloth_version"),
     *("is_llama_config", "model_name", "name_or_path"),
+    # Words of gpt-oss for what other keys say.
+    *("experts_per_token", "initial_context_length"),
     # Training, and how the same numbers are computed.
     *("initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "embd_pdrop", "summary_activation"),
@@ -277,7 +326,9 @@ HARMLESS = frozenset(
     ),
     *("cache_implementation", "attn_implementation", "torchscript", "use_bfloat16"),
     *("chunk_size_feed_forward", "tf_legacy_loss", "rope_interleaved", "use_flash_attn"),
-    "use_kernels",
+    *("use_kernels", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+    # How weights are stored, which `quantised` reads.
+    *("quantization_config", "compression_config"),
     # Sizes that no formula has.
     *("n_ctx", "n_special", "predict_special_tokens", "max_sequence_length", "max_length"),
     *("model_max_length", "seq_length", "max_window_layers", "sliding_window"),

@@ -1,0 +1,143 @@
+"""Tables of n-grams: rows of any embedding, and a decoder's memory that equals transformers'."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests import jitted
+from vqjax import DenseEmbedding, DPQEmbedding, SoftmaxQuantizer
+from vqjax import nnx as layers
+from vqjax.ngrams import NGramEmbedding, NGramMemory
+from vqjax.ops.ngrams import XorHash
+
+VOCAB, END, DIM, STREAMS = 101, 3, 12, 2
+HASH = XorHash.qwen4(VOCAB, END, heads=2, least=50)
+RNG = np.random.default_rng(0)
+TOKENS = np.where(RNG.random((2, 11)) < 0.2, END, RNG.integers(0, VOCAB, (2, 11)))
+HIDDEN = RNG.standard_normal((2, 11, STREAMS * DIM), np.float32)
+
+
+def memory():
+  table = NGramEmbedding(HASH, DenseEmbedding(HASH.rows + 5, 4))
+  return NGramMemory(table, DIM, streams=STREAMS)
+
+
+def randomised(variables):
+  leaves, tree = jax.tree.flatten(variables)
+  return tree.unflatten([RNG.standard_normal(x.shape).astype(x.dtype) / 2 for x in leaves])
+
+
+def test_a_token_reads_the_rows_of_its_hash_one_behind_the_other():
+  layer = NGramEmbedding(HASH, DenseEmbedding(HASH.rows, 4))
+  variables = randomised(jitted.init(layer, jax.random.key(0), TOKENS))
+  table = variables["params"]["table"]["weight"]
+  expected = table[HASH(TOKENS)].reshape(2, 11, -1)
+  np.testing.assert_array_equal(jitted.apply(layer, variables, TOKENS), expected)
+  unknown = np.where(np.arange(11) == 4, VOCAB, TOKENS)
+  found = jitted.apply(layer, variables, unknown)
+  np.testing.assert_array_equal(
+    np.isnan(found).all(-1)[0], (np.arange(11) // 1 >= 4) & (np.arange(11) < 7)
+  )
+  assert layer.size().params == HASH.rows * 4
+
+
+def test_a_compressed_table_has_its_own_terms():
+  quantizer = SoftmaxQuantizer(4, 2)
+  layer = NGramEmbedding(HASH, DPQEmbedding(HASH.rows, 4, quantizer))
+  variables = jitted.init(layer, jax.random.key(0), TOKENS)
+  vectors = jitted.apply(layer, variables, TOKENS)
+  assert vectors.shape == (2, 11, 16)
+  assert len(np.unique(np.asarray(vectors).reshape(-1, 2), axis=0)) <= 8
+
+
+@pytest.mark.parametrize("parts", [[1] * 11, [4, 7]])
+def test_a_text_in_parts_adds_what_the_whole_adds(parts):
+  layer = memory()
+  variables = randomised(jitted.init(layer, jax.random.key(0), HIDDEN, TOKENS))
+  whole = jitted.apply(layer, variables, HIDDEN, TOKENS)
+  cache, found, start = layer.cache(2), [], 0
+  for size in parts:
+    part = slice(start, start + size)
+    added, cache = jitted.apply(
+      layer, variables, HIDDEN[:, part], TOKENS[:, part], cache, method="step"
+    )
+    found.append(added)
+    start += size
+  np.testing.assert_allclose(np.concatenate(found, axis=1), whole, atol=1e-5)
+
+
+def test_it_begins_without_its_convolution_and_all_its_parameters_have_gradients():
+  layer = memory()
+  variables = jitted.init(layer, jax.random.key(0), HIDDEN, TOKENS)
+  assert not variables["params"]["filters"].any()
+  variables = randomised(variables)
+  loss = lambda params: jnp.square(layer.apply({"params": params}, HIDDEN, TOKENS)).sum()
+  gradient = jax.jit(jax.grad(loss))(variables["params"])
+  assert all(np.isfinite(x).all() and np.any(x) for x in jax.tree.leaves(gradient))
+  assert layer.size().params == sum(x.size for x in jax.tree.leaves(variables))
+
+
+def test_nnx_adds_the_same():
+  linen = memory()
+  variables = randomised(jitted.init(linen, jax.random.key(0), HIDDEN, TOKENS))
+  layer = layers.from_linen(linen, variables)
+  added, _ = nnx.jit(lambda layer: layer.step(HIDDEN, TOKENS, layer.cache(2)))(layer)
+  np.testing.assert_allclose(added, jitted.apply(linen, variables, HIDDEN, TOKENS), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: NGramEmbedding(HASH, DenseEmbedding(7, 4)).size(), rf"DenseEmbedding\({HASH.rows}, 4"),
+    (lambda: memory().clone(kernel=0).size(), "`kernel` must be at least 1; got 0"),
+    (
+      lambda: memory().init(jax.random.key(0), HIDDEN[..., 1:], TOKENS),
+      r"`hidden` must be \(2, 11, 24\)",
+    ),
+  ],
+)
+def test_what_does_not_fit_is_refused_by_name(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
+
+
+def test_a_memory_adds_what_transformers_adds():
+  modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+  configuration = pytest.importorskip("transformers.models.qwen4_exp.configuration_qwen4_exp")
+  config = configuration.Qwen4ExpTextConfig(
+    vocab_size=VOCAB,
+    hidden_size=DIM,
+    hc_count=STREAMS,
+    eos_token_id=END,
+    heads_per_ngram=2,
+    ngram_vocab_size_base=50,
+    ple_embed_dim=16,
+  )
+  torch = pytest.importorskip("torch")
+  torch.manual_seed(0)
+  theirs = modeling.Qwen4ExpTextPLELayer(config, 0, 0)
+  for parameter in theirs.parameters():
+    torch.nn.init.normal_(parameter, std=0.5)
+  array = lambda x: x.detach().numpy()
+  params = {
+    "lookup": {"table": {"weight": array(theirs.ple_embedding.ngram_embedding.weight)}},
+    "key": array(theirs.key_proj.weight).T,
+    "value": array(theirs.value_proj.weight).T,
+    "key_scale": 1 + array(theirs.norm_key.weight),
+    "query_scale": 1 + array(theirs.norm_query.weight),
+    "convolved_scale": 1 + array(theirs.norm_conv.weight),
+    "filters": array(theirs.conv1d.weight)[:, 0].T,
+  }
+  rows = len(params["lookup"]["table"]["weight"])
+  of = XorHash.qwen4(VOCAB, END, heads=2, least=50, seed=config.seed)
+  layer = NGramMemory(
+    NGramEmbedding(of, DenseEmbedding(rows, 4)),
+    DIM,
+    streams=config.hc_count,
+    epsilon=config.rms_norm_eps,
+  )
+  expected = array(theirs(torch.tensor(HIDDEN), torch.tensor(TOKENS), None))
+  found = jitted.apply(layer, {"params": params}, HIDDEN, TOKENS)
+  np.testing.assert_allclose(found, expected, atol=1e-5)

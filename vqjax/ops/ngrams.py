@@ -1,0 +1,486 @@
+"""Hashes of n-grams of tokens: the rows of a table that the last tokens of a text read.
+
+A table of n-grams has no row for each of V^n n-grams, but a few million, which a hash chooses. Each
+head hashes the last two, three, ... tokens by its own modulus, so that few n-grams share all rows.
+The hashes are those of published models, of 64-bit integers. NumPy computes them as such. Compiled
+programs compute them as two words of 32 bits, equal bit for bit, whether JAX has 64 bits or not.
+"""
+
+# ids [*B, T, H] of tokens [*B, T]
+#
+#   _shifted        [n, *B, T]     the token, the one before, ...
+#   numbers         64-bit words   a number for each length of n-gram
+#   remainders      [*B, T, H]     modulo the heads' sizes; a head's rows follow those of the others
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Integer
+
+from vqjax.ops.vocabulary import in_vocabulary
+
+__all__ = ["NGramHash", "PolynomialHash", "XorHash", "readings"]
+
+LARGEST = 2**31 - 1
+"""Largest number of rows: ids are int32."""
+
+Tokens = Integer[np.ndarray, "*B T"] | Integer[Array, "*B T"]
+Previous = Integer[np.ndarray, "*B P"] | Integer[Array, "*B P"]
+Ids = Int[np.ndarray, "*B T H"] | Int[Array, "*B T H"]
+
+
+class NGramHash(Protocol):
+  """A hash of n-grams.
+
+  Attributes:
+    vocab: number of tokens, V.
+    order: length of the longest n-gram, n.
+    heads: number of rows that a token reads, H.
+    rows: number of rows of the table.
+  """
+
+  vocab: int
+
+  @property
+  def order(self) -> int: ...
+
+  @property
+  def heads(self) -> int: ...
+
+  @property
+  def rows(self) -> int: ...
+
+  def __call__(self, tokens: Tokens, previous: Previous | None = None) -> Ids:
+    """The rows of every token, [*B, T, H]; `previous` are the n - 1 tokens before, [*B, n - 1]."""
+
+
+class _Hash:
+  """What the hashes share: the tokens before a token, and the rows of heads behind each other."""
+
+  @property
+  def rows(self) -> int:
+    """Number of rows of the table: the heads' sizes together."""
+    return sum(self.sizes)
+
+  @property
+  def heads(self) -> int:
+    """Number of rows that a token reads, H."""
+    return len(self.sizes)
+
+  def __call__(self, tokens: Tokens, previous: Previous | None = None) -> Ids:
+    """The rows of every token.
+
+    Args:
+      tokens: [*B, T]. NumPy arrays are hashed by NumPy.
+      previous: the tokens before, [*B, order - 1], such as those of an earlier call in decoding.
+        None: `pad`, as at the beginning of a text.
+
+    Returns:
+      int32 [*B, T, H], in [0, rows). In a compiled program the rows of an n-gram with a token
+      outside the vocabulary are -1.
+
+    Raises:
+      ValueError: the tokens or `previous` are not integers of these shapes, or, in NumPy, a token
+        is outside the vocabulary.
+    """
+    if isinstance(tokens, jax.Array) or isinstance(previous, jax.Array):
+      return self._hashed(tokens, previous, jnp)
+    return self._hashed(tokens, previous, np)
+
+  def _hashed(self, tokens, previous, xp):
+    tokens = xp.asarray(tokens)
+    if not np.issubdtype(tokens.dtype, np.integer) or tokens.ndim < 1:
+      raise ValueError(
+        f"tokens must be integers [*B, T]; got {tokens.dtype} {tokens.shape}. Give token ids."
+      )
+    before, wanted = self.order - 1, (*tokens.shape[:-1], self.order - 1)
+    previous = xp.asarray(xp.full(wanted, self.pad, np.int32) if previous is None else previous)
+    if not np.issubdtype(previous.dtype, np.integer) or previous.shape != wanted:
+      raise ValueError(
+        f"`previous` must be integers {wanted}, the {before} tokens before; got {previous.dtype}"
+        f" {previous.shape}. Fill with {self.pad} where there are none."
+      )
+    (was_known, previous), (is_known, tokens) = (self._known(x) for x in (previous, tokens))
+    shifted = self._shifted(xp.concatenate([previous, tokens], axis=-1), xp)
+    words = _Wide if xp is np else _Pair
+    columns = [self._remainders(shifted[:n], sizes, words) for n, sizes in self._of_lengths()]
+    offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]]).astype(np.int32)
+    ids = xp.concatenate(columns, axis=-1)[..., before:, :].astype(np.int32) + offsets
+    if xp is np:
+      return ids
+    known = jnp.concatenate([was_known, is_known], axis=-1)
+    length = tokens.shape[-1]
+    parts = (known[..., i : i + length] for i in range(before + 1))
+    return jnp.where(functools.reduce(jnp.logical_and, parts)[..., None], ids, -1)
+
+  def _known(self, tokens):
+    if isinstance(tokens, jax.Array):
+      return in_vocabulary(tokens, self.vocab)
+    known = (tokens >= 0) & (tokens < self.vocab)
+    if not known.all():
+      raise ValueError(
+        f"tokens must be in [0, {self.vocab}); got {tokens[~known].flat[0]}. Use the hash of the"
+        " tokenizer's vocabulary."
+      )
+    return known, tokens.astype(np.int64)
+
+  def _of_lengths(self) -> Iterator[tuple[int, Sequence[int]]]:
+    each = len(self.sizes) // (self.order - 1)
+    for length in range(2, self.order + 1):
+      yield length, self.sizes[(length - 2) * each : (length - 1) * each]
+
+  def _shifted(self, history, xp) -> list:
+    """The token, the one before it, and so on; `pad` where there is none."""
+    found = [history]
+    length = history.shape[-1]
+    position = np.arange(length)
+    start = None
+    if self.end is not None:
+      # The first token of a text: that after the last end before the token.
+      ends = xp.where(history == self.end, position, -1)
+      last = np.maximum.accumulate(ends, -1) if xp is np else jax.lax.cummax(ends, ends.ndim - 1)
+      start = xp.concatenate([xp.full_like(last[..., :1], -1), last[..., :-1]], -1) + 1
+    for shift in range(1, self.order):
+      earlier = history[..., np.maximum(position - shift, 0)]
+      is_there = position >= shift
+      if start is not None:
+        is_there = is_there & (position - start >= shift)
+      found.append(xp.where(is_there, earlier, self.pad))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class XorHash(_Hash):
+  """(t0 m0) xor (t1 m1) xor ..., modulo each head's size; t0 is the token, t1 the one before.
+
+  Heads of equally long n-grams differ by their size alone, a prime number. Engram (DeepSeek, arXiv
+  2601.07372, Section 2.2) and `qwen4_exp` of transformers hash like this.
+
+  Attributes:
+    vocab: number of tokens, V.
+    multipliers: m0, m1, ... of the token and of those before it, below 2^63 / V.
+    sizes: rows of each head, those of pairs first.
+    pad: the token that stands where there is none.
+    end: the token that ends a text: a token reads `pad` for what is before its text. None: texts
+      are read through.
+  """
+
+  vocab: int
+  multipliers: tuple[int, ...]
+  sizes: tuple[int, ...]
+  pad: int = 0
+  end: int | None = None
+
+  def __post_init__(self):
+    _check(self, len(self.multipliers))
+    largest = (2**63 - 1) // max(self.vocab - 1, 1)
+    if not all(0 < m <= largest for m in self.multipliers):
+      raise ValueError(
+        f"`multipliers` must be in [1, {largest}], so that products with tokens below {self.vocab}"
+        f" have 63 bits; got {self.multipliers}."
+      )
+
+  @property
+  def order(self) -> int:
+    """Length of the longest n-gram, n."""
+    return len(self.multipliers)
+
+  @classmethod
+  def qwen4(
+    cls,
+    vocab: int,
+    end: int,
+    *,
+    layer: int = 0,
+    order: int = 3,
+    heads: int = 8,
+    least: int = 20_000_000,
+    seed: int = 1234,
+  ) -> XorHash:
+    """The hash of a layer of `qwen4_exp`.
+
+    Args:
+      vocab: number of tokens, V (`vocab_size`).
+      end: the token that ends a text (`eos_token_id`).
+      layer: number of the layer among those that have a table, from 0.
+      order: length of the longest n-gram (`ngram_size`).
+      heads: heads of n-grams of each length (`heads_per_ngram`).
+      least: smallest size of a head (`ngram_vocab_size_base`).
+      seed: of the multipliers (`seed`).
+    """
+    _check_order(order, heads, vocab)
+    count = (order - 1) * heads
+    primes = _primes_from(least, (layer + 1) * count)
+    base = seed + 10007 * layer
+    half = max(1, (2**63 - 1) // vocab // 2)
+    multipliers = (2 * (_splitmix64(base + _GAMMA * (i + 1)) % half) + 1 for i in range(order))
+    return cls(vocab, tuple(multipliers), tuple(primes[-count:]), pad=end, end=end)
+
+  @classmethod
+  def engram(
+    cls,
+    vocab: int,
+    sizes: Sequence[int],
+    *,
+    pad: int,
+    layers: Sequence[int] = (0,),
+    layer: int = 0,
+    heads: int = 8,
+    seed: int = 0,
+  ) -> XorHash:
+    """The hash of a layer of Engram.
+
+    Tokens are canonical ids: those of pieces that read alike are equal.
+
+    Args:
+      vocab: number of canonical ids.
+      sizes: smallest size of a head of pairs, of triples, and so on.
+      pad: the canonical id of the padding token.
+      layers: numbers of all layers that have a table, whose sizes differ.
+      layer: the number of this layer, one of `layers`.
+      heads: heads of n-grams of each length.
+      seed: of the multipliers.
+
+    Raises:
+      ValueError: `layer` is none of `layers`, or a size is out of range.
+    """
+    order = len(sizes) + 1
+    _check_order(order, heads, vocab)
+    if layer not in layers:
+      raise ValueError(f"`layer` must be one of `layers` {tuple(layers)}; got {layer}.")
+    taken: set[int] = set()
+    for other in layers:
+      own: list[int] = []
+      for least in sizes:
+        start = least
+        for _ in range(heads):
+          prime = next(p for p in _primes(start) if p not in taken)
+          taken.add(prime)
+          own.append(prime)
+          start = prime + 1
+      if other == layer:
+        break
+    half = max(1, (2**63 - 1) // vocab // 2)
+    drawn = np.random.default_rng(seed + 10007 * layer).integers(0, half, order, dtype=np.int64)
+    return cls(vocab, tuple(2 * int(m) + 1 for m in drawn), tuple(own), pad=pad)
+
+  def _remainders(self, shifted, sizes, words):
+    mixed = words.product(shifted[0], self.multipliers[0])
+    for token, multiplier in zip(shifted[1:], self.multipliers[1:]):
+      mixed = words.xor(mixed, words.product(token, multiplier))
+    return words.remainders(mixed, sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class PolynomialHash(_Hash):
+  """t0 + t1 V + t2 V^2 + ..., modulo each head's size; t0 is the token, t1 the one before.
+
+  The rolling hash of LongCat-Flash-Lite (arXiv 2601.21204, Section 3). A head of pairs as large as
+  V^2 has a row for each pair.
+
+  Attributes:
+    vocab: number of tokens, V.
+    order: length of the longest n-gram, n.
+    sizes: rows of each head, those of pairs first.
+    pad: the token that stands where there is none.
+    end: as of `XorHash`.
+  """
+
+  vocab: int
+  order: int
+  sizes: tuple[int, ...]
+  pad: int = 0
+  end: int | None = None
+
+  def __post_init__(self):
+    _check(self, self.order)
+
+  def _remainders(self, shifted, sizes, words):
+    columns = []
+    for size in sizes:
+      total, power = None, 1
+      for token in shifted:
+        term = words.remainders(words.product(token, power), [size])[..., 0]
+        # Two remainders are below 2^32.
+        total = term if total is None else words.remainder_of_sum(total, term, size)
+        power = power * self.vocab % size
+      columns.append(total)
+    stack = np.stack if words is _Wide else jnp.stack
+    return stack(columns, -1)
+
+
+def _check(given, order):
+  _check_order(order, len(given.sizes) // max(order - 1, 1), given.vocab)
+  if len(given.sizes) % (order - 1):
+    raise ValueError(
+      f"`sizes` must hold as many heads for each of the {order - 1} lengths of n-grams; got"
+      f" {len(given.sizes)}. Give a multiple of {order - 1}."
+    )
+  if not all(size >= 2 for size in given.sizes) or sum(given.sizes) > LARGEST:
+    raise ValueError(
+      f"`sizes` must be at least 2, and {LARGEST} in all; got {given.sizes}. Ids of rows are int32."
+    )
+  for name in ("pad", "end"):
+    token = getattr(given, name)
+    if token is not None and not 0 <= token < given.vocab:
+      raise ValueError(f"`{name}` must be a token in [0, {given.vocab}); got {token}.")
+
+
+def _check_order(order, heads, vocab):
+  if not isinstance(order, int) or order < 2:
+    raise ValueError(f"n-grams must have at least 2 tokens; got {order}. 3 is usual.")
+  if heads < 1:
+    raise ValueError(f"each length of n-grams must have at least 1 head; got {heads}.")
+  if not 1 <= vocab <= LARGEST:
+    raise ValueError(f"`vocab` must be in [1, {LARGEST}]; got {vocab}.")
+
+
+class _Wide:
+  """64-bit integers of NumPy."""
+
+  @staticmethod
+  def product(token, multiplier):
+    return token.astype(np.uint64) * np.uint64(multiplier)
+
+  @staticmethod
+  def xor(a, b):
+    return a ^ b
+
+  @staticmethod
+  def remainders(number, sizes):
+    return (number[..., None] % np.asarray(sizes, np.uint64)).astype(np.int64)
+
+  @staticmethod
+  def remainder_of_sum(a, b, size):
+    return (a + b) % size
+
+
+class _Word(NamedTuple):
+  """A 64-bit integer as two of 32 bits."""
+
+  high: Array
+  low: Array
+
+
+class _Pair:
+  """64-bit integers as two words, for programs of JAX without 64 bits."""
+
+  @staticmethod
+  def product(token, multiplier):
+    token = token.astype(jnp.uint32)
+    low, high = np.uint32(multiplier & 0xFFFFFFFF), np.uint32(multiplier >> 32 & 0xFFFFFFFF)
+    return _Word(_high_word(token, low) + token * high, token * low)
+
+  @staticmethod
+  def xor(a, b):
+    return _Word(a.high ^ b.high, a.low ^ b.low)
+
+  @staticmethod
+  def remainders(number, sizes):
+    size = np.asarray(sizes, np.uint32)
+    high, low = number.high[..., None], number.low[..., None]
+
+    # A size has at most 31 bits, so that the doubled remainder has 32.
+    def with_bit(i, found):
+      found = found << 1 | (low >> (31 - jnp.uint32(i)) & 1)
+      return jnp.where(found >= size, found - size, found)
+
+    return jax.lax.fori_loop(0, 32, with_bit, high % size).astype(jnp.int32)
+
+  @staticmethod
+  def remainder_of_sum(a, b, size):
+    return ((a.astype(jnp.uint32) + b.astype(jnp.uint32)) % np.uint32(size)).astype(jnp.int32)
+
+
+def _high_word(a, b):
+  """The upper 32 bits of a product of 32-bit integers, by halves."""
+  a1, a0, b1, b0 = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
+  middle = (a0 * b0 >> 16) + (a0 * b1 & 0xFFFF) + (a1 * b0 & 0xFFFF)
+  return a1 * b1 + (a0 * b1 >> 16) + (a1 * b0 >> 16) + (middle >> 16)
+
+
+_GAMMA, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
+
+
+def _splitmix64(value: int) -> int:
+  value = (value + _GAMMA) & _MASK
+  value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+  value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+  return value ^ (value >> 31)
+
+
+def _primes(start: int) -> Iterator[int]:
+  """The prime numbers from `start` on, a block at a time by the sieve of Eratosthenes."""
+  start = max(start, 2)
+  while True:
+    block = max(1024, int(start**0.5) // 4)
+    root = int((start + block) ** 0.5) + 1
+    small = np.ones(root + 1, bool)
+    small[:2] = False
+    for i in range(2, int(root**0.5) + 1):
+      if small[i]:
+        small[i * i :: i] = False
+    is_prime = np.ones(block, bool)
+    for prime in np.flatnonzero(small):
+      first = max(prime * prime, -(-start // prime) * prime)
+      is_prime[first - start :: prime] = False
+    yield from (start + np.flatnonzero(is_prime)).tolist()
+    start += block
+
+
+def _primes_from(start: int, count: int) -> list[int]:
+  numbers = _primes(start)
+  return [next(numbers) for _ in range(count)]
+
+
+class Reading(NamedTuple):
+  """How a text uses the rows of a head.
+
+  Attributes:
+    rows: rows of the head.
+    used: rows that the text reads.
+    ngrams: different n-grams of the text.
+    shared: n-grams that share their row with another one.
+    entropy: of the rows that the tokens read, bits.
+  """
+
+  rows: int
+  used: int
+  ngrams: int
+  shared: int
+  entropy: float
+
+
+def readings(tokens: Integer[np.ndarray, "T"], of: XorHash | PolynomialHash) -> list[Reading]:
+  """Load, collisions and entropy of every head, for a text."""
+  tokens = np.asarray(tokens)
+  ids, shifted = of(tokens), None
+  history = np.concatenate([np.full(of.order - 1, of.pad), tokens])
+  shifted = [x[of.order - 1 :] for x in of._shifted(history, np)]
+  found, head = [], 0
+  for length, sizes in of._of_lengths():
+    ngrams, which = np.unique(np.stack(shifted[:length], -1), axis=0, return_inverse=True)
+    for size in sizes:
+      row = np.zeros(len(ngrams), np.int64)
+      row[which.ravel()] = ids[:, head]
+      _, times = np.unique(row, return_counts=True)
+      counts = np.unique(ids[:, head], return_counts=True)[1]
+      share = counts / max(len(tokens), 1)
+      found.append(
+        Reading(
+          rows=size,
+          used=len(times),
+          ngrams=len(ngrams),
+          shared=int(times[times > 1].sum()),
+          entropy=float(-(share * np.log2(share)).sum()),
+        )
+      )
+      head += 1
+  return found
