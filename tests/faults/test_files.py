@@ -185,10 +185,9 @@ def test_a_flipped_bit_in_the_header_of_a_gguf(gguf_file, step):
   path, *_ = gguf_file
   content, parsed = path.read_bytes(), readers.gguf_header(path)
   first = min(entry.first for entry in parsed.entries.values())
-  spans = [range(24), range(parsed.begin, first)]
-  for key in parsed.metadata:
-    start = content.index(len(key.encode()).to_bytes(8, "little") + key.encode(), 24)
-    spans.append(range(start, start + 8 + len(key.encode()) + 4))
+  keys = {name: own.start for name, own in parsed.spans.items()}
+  spans = [range(24), range(max(own.stop for own in parsed.spans.values()), first)]
+  spans += [range(at, at + 8 + len(name.encode()) + 4) for name, at in keys.items()]
   places = [at for span in spans for at in span][::step]
   load = lambda path: (checkpoints.inspect(path), numbers_of(path))[1]
   check_flips(path.with_name("flipped.gguf"), content, places, load, numbers_of(path))
