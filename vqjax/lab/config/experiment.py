@@ -55,7 +55,7 @@ def _check_kinds(path: str, node: Any) -> None:
       continue
     # Ranges are checked where they are known.
     kind = wanted(field, value, bounded=isinstance(value, int) and abs(value) >= 2**63)
-    if kind is None and dataclasses.is_dataclass(hint):
+    if kind is None and (dataclasses.is_dataclass(hint) or hint is nn.Module):
       kind = None if isinstance(value, hint) else f"a {hint.__name__}"
     if kind is None and hint == tuple[str, ...]:
       is_right = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
@@ -118,6 +118,11 @@ class Train:
 
   def __post_init__(self):
     _check_kinds("train", self)
+    if self.optimizer is not None and not hasattr(self.optimizer, "rule"):
+      raise ValueError(
+        f"`train.optimizer` must be an optimiser; got {shown(self.optimizer)}. Give one such as"
+        " training.SGD(...), or None for AdamW."
+      )
     for field in dataclasses.fields(self):
       # Neither JSON nor JAX take all integers that Python and NumPy have.
       if field.type in (int, float):
@@ -185,7 +190,7 @@ class Experiment:
       )
     for name in ("data", "tokenizer", "loader", "init_from", "recluster"):
       value = getattr(self, name)
-      if isinstance(value, PLAIN) or (value is None and name in ("data", "loader")):
+      if isinstance(value, PLAIN):
         raise ValueError(
           f"`{name}` must be an object; got {shown(value)}. Give one of `vqjax.lab`, such as"
           " data.Text() and data.Windows()."

@@ -153,6 +153,11 @@ def load_text(experiment: Experiment) -> EncodedText:
     ValueError: the vocabularies of the model and the tokenizer differ, or a split is empty.
   """
   data = experiment.data
+  if absent := [name for name in ("data", "loader") if getattr(experiment, name) is None]:
+    raise ValueError(
+      f"`{absent[0]}` must be an object; got None. Give one of `vqjax.lab`, such as data.Text() and"
+      " data.Windows()."
+    )
   if (experiment.tokenizer is None) != isinstance(data, Prepared):
     raise ValueError(
       f"`tokenizer` must be None for prepared data and given for text; got {experiment.tokenizer}"
