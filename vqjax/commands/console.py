@@ -36,7 +36,7 @@ def option(to: Any, name: str, text: str, kind: Any = None, default: Any = None,
     text += " (default: %(default)s)"
   if "choices" not in more:
     more = {"metavar": METAVARS.get(kind)} | more
-  to.add_argument(name, type=NUMBERS.get(kind, kind), default=default, help=text, **more)
+  to.add_argument(name, type=READERS.get(kind, kind), default=default, help=text, **more)
 
 
 def _integer(text: str) -> int:
@@ -57,10 +57,17 @@ def _finite(text: str) -> float:
   return number
 
 
+def _path(text: str) -> pathlib.Path:
+  """A path, as `argparse` reads it; "" would be the current folder."""
+  if not text:
+    raise argparse.ArgumentTypeError("it must name a file or a folder; got an empty path. Give one")
+  return pathlib.Path(text)
+
+
 MOST = 3e38
 """The largest number of float32."""
 
-NUMBERS = {int: _integer, float: _finite}
+READERS = {int: _integer, float: _finite, pathlib.Path: _path}
 """Types of options -> what reads them; `argparse` quotes their names."""
 _integer.__name__, _finite.__name__ = "int", "float"
 

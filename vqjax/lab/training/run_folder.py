@@ -209,6 +209,12 @@ class RunFolder:
         it. Nothing is written.
       OSError: the folder cannot be written, or the processes do not share it.
     """
+    # Bytes that are not UTF-8, which Orbax cannot write.
+    if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in str(path)):
+      raise ValueError(
+        f"the name of the run folder must be UTF-8; got {str(path)!a}. Give another folder with"
+        " --run."
+      )
     self.path = path
     self._lock = None
     mine = {"hash": config_hash(experiment), "config": describe(experiment), "data": data}
