@@ -58,7 +58,7 @@ def shown(result: Mapping[str, Any]) -> str:
       f"{of('vocab'):,}",
       f"{of('kept'):,}, of which {of('required'):,} are special or bytes",
     ),
-    "table in bfloat16": (
+    "vocabulary table": (
       f"{of('table_bytes') / 1e6:.1f} MB",
       f"{of('table_bytes_after') / 1e6:.1f} MB",
     ),

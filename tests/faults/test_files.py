@@ -185,9 +185,9 @@ def test_a_flipped_bit_in_the_header_of_a_gguf(gguf_file, step):
   path, *_ = gguf_file
   content, parsed = path.read_bytes(), readers.gguf_header(path)
   first = min(entry.first for entry in parsed.entries.values())
-  keys = {name: own.start for name, own in parsed.spans.items()}
-  spans = [range(24), range(max(own.stop for own in parsed.spans.values()), first)]
-  spans += [range(at, at + 8 + len(name.encode()) + 4) for name, at in keys.items()]
+  spans = [range(24), range(max(span.stop for span in parsed.spans.values()), first)]
+  for key, span in parsed.spans.items():
+    spans.append(range(span.start, span.start + 8 + len(key.encode()) + 4))
   places = [at for span in spans for at in span][::step]
   load = lambda path: (checkpoints.inspect(path), numbers_of(path))[1]
   check_flips(path.with_name("flipped.gguf"), content, places, load, numbers_of(path))

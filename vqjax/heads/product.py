@@ -29,7 +29,7 @@ from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
 from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
-from vqjax.ops import device, product, sampling, vocab_parallel
+from vqjax.ops import device, product, quantize, sampling, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocabulary import mean_over
@@ -189,7 +189,13 @@ class LearnedProductHead(_ProductTables):
     latent_ND = vocab_parallel.sharded_lookup(arrays["latent"], token_N, self.vocab_axis)
     # Of the commitment the latent row alone has a gradient: the loss moves the tables.
     tables = lax.stop_gradient(arrays["tables"])
-    row_ND = product.compose(product.nearest_codes(lax.stop_gradient(latent_ND), tables), tables)
-    distance_N = ((latent_ND - row_ND).astype(jnp.float32) ** 2).sum(axis=-1)
+
+    def distances(latent_ND):
+      codes = product.nearest_codes(lax.stop_gradient(latent_ND), tables)
+      row_ND = product.compose(codes, tables)
+      return ((latent_ND - row_ND).astype(jnp.float32) ** 2).sum(axis=-1)
+
+    # Of 2^13 tokens at once: TPUs hold each of the M parts of a row in 128 numbers.
+    distance_N = quantize.in_chunks(distances, latent_ND, max(1, tiles.most_scores() >> 13))
     commitment = self.commitment * mean_over(distance_N, known.reshape(-1))
     return log_prob, terms | {"commitment": commitment}
