@@ -179,7 +179,7 @@ def test_another_version_is_refused():
 def manifest(**changes):
   """The text of a `vqjax.json` of one table."""
   fields = {"format": container.FORMAT, "version": container.VERSION}
-  return json.dumps(fields | {"tables": {"embedding": {"tensor": "w"}}} | changes)
+  return json.dumps(records.sealed(fields | {"tables": {"embedding": {"tensor": "w"}}} | changes))
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from safetensors.numpy import save
 from vqjax import outputs
 from vqjax.embeddings import table_file
 from vqjax.ops import bit_packing, product
-from vqjax.ops.vocabulary import in_vocabulary, value_of
+from vqjax.ops.vocabulary import check_arrays, in_vocabulary, value_of
 
 __all__ = ["CompactEmbedding"]
 
@@ -100,6 +100,7 @@ class CompactEmbedding:
 
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""
+    check_arrays(tokens=tokens)
     known, token = in_vocabulary(value_of(tokens), self.vocab)
     code = bit_packing.bit_unpacked_rows(jnp.asarray(self.data), token, self.subspaces, self.bits)
     values, basis = jnp.asarray(self.values), self.basis

@@ -23,7 +23,14 @@ from vqjax.ops.row_factory import RowFactory, as_row_factory, columns
 from vqjax.ops.scores import OutputFunction, ScoreOptions
 from vqjax.ops.statistics import LinearSoftmax, Outputs
 from vqjax.ops.tiles import Linear, default_tile
-from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary, is_count
+from vqjax.ops.vocabulary import (
+  TokenWeight,
+  check_arrays,
+  check_given,
+  check_numbers,
+  in_vocabulary,
+  is_count,
+)
 from vqjax.types import Dtype
 
 __all__ = [
@@ -175,7 +182,8 @@ def linear_softmax(
 
 def _softmax(hidden, weight, tokens, bias, mask, options, outputs) -> LinearSoftmax:
   """`linear_softmax` where the axes of the mesh are automatic."""
-  check_arrays(tokens=tokens, mask=mask)
+  check_given(tokens=tokens)
+  check_arrays(mask=mask)
   layer = Linear.of(hidden, weight, bias, options, tokens)
   if not is_count(outputs.top_k) or not 0 <= outputs.top_k <= min(128, layer.vocab):
     raise ValueError(
@@ -265,7 +273,8 @@ def linear_cross_entropy(
       not a number of bytes.
     TypeError: as `linear_softmax`.
   """
-  check_arrays(hidden=hidden, tokens=tokens, token_weight=token_weight, class_weight=class_weight)
+  check_given(hidden=hidden, tokens=tokens)
+  check_arrays(mask=mask, token_weight=token_weight, class_weight=class_weight)
   check_numbers(label_smoothing=label_smoothing, z_loss=z_loss)
   if not 0 <= label_smoothing < 1:
     raise ValueError(f"`label_smoothing` must be in [0, 1); got {label_smoothing}. 0.1 is usual.")

@@ -52,7 +52,7 @@ from vqjax.ops import device, precision, symbolic, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded, TokenShards, varying
-from vqjax.ops.vocabulary import check_arrays, check_vectors
+from vqjax.ops.vocabulary import check_arrays, check_given, check_one_each, check_vectors
 from vqjax.types import Dtype
 
 __all__ = ["default_tile"]
@@ -162,6 +162,8 @@ class Linear:
     """
     check_arrays(**{prefix + "hidden": hidden, prefix + "bias": bias})
     check_vectors(hidden, f"{prefix}hidden")
+    if not isinstance(weight, RowFactory):
+      check_given(**{prefix + "weight": weight})
     weight = as_row_factory(weight)
     rows = jax.eval_shape(RowFactory.all, weight)
     shape = rows.shape
@@ -174,16 +176,14 @@ class Linear:
       raise ValueError(
         f"`{prefix}weight` must have at least 1 row; got {shape}. A softmax needs a vocabulary."
       )
+    check_vectors(rows, f"{prefix}weight")
     if bias is not None and bias.shape != shape[:1]:
       raise ValueError(
         f"`{prefix}bias` must be [{shape[0]}] for `{prefix}weight` {shape}; got {bias.shape}. Give"
         " one number for each row."
       )
-    if tokens is not None and hidden.shape[:-1] != tokens.shape:
-      raise ValueError(
-        f"`hidden` must have the shape {tokens.shape} of `tokens` and one more axis; got"
-        f" {hidden.shape}. Give one vector for each token."
-      )
+    if tokens is not None:
+      check_one_each(hidden, tokens)
     return cls(hidden, weight, bias, options.resolved(hidden, rows))
 
   @property

@@ -22,8 +22,10 @@ from vqjax.assign.checks import checked_counts
 from vqjax.convert.from_table import to_clusters
 from vqjax.convert.packed_table import PackedTable
 from vqjax.embeddings import CompactEmbedding, ProductEmbedding
+from vqjax.layer import wanted
 from vqjax.ops import bit_packing, product
 from vqjax.ops.distillation import linear_divergence
+from vqjax.ops.vocabulary import check_numbers, host_array, is_count
 from vqjax.tables.container import CompressedTable
 from vqjax.tables.moments import Moments
 from vqjax.tables.search import PackedTables, Point, Tables, search
@@ -149,8 +151,22 @@ def _searched(kind, problem, method):
   return coded["table"], tables["table"]
 
 
+class _Sized:
+  """A method with sizes of its own, which are integers of Python."""
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      size = getattr(self, field.name)
+      if (kind := wanted(field, size)) is not None:
+        raise ValueError(
+          f"`{field.name}` of {type(self).__name__} must be {kind}; got {size!r}. Give one, or"
+          " leave it out where it has a default."
+        )
+      object.__setattr__(self, field.name, None if size is None else int(size))
+
+
 @dataclasses.dataclass(frozen=True)
-class Int8:
+class Int8(_Sized):
   """8 bits for each number, and a scale for a few neighbours: an `Int8Embedding`.
 
   Attributes:
@@ -170,7 +186,7 @@ class Int8:
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class Product(_Sized):
   """Product quantisation: each of M parts of a row is one of K codewords.
 
   It takes V·M·ceil(log2 K)/8 bytes of codes and 4·K·D bytes of codewords. Where 2·D² bytes are few
@@ -201,7 +217,7 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
-class Clusters:
+class Clusters(_Sized):
   """Clusters of whole rows: a token is one of K vectors, as in a `CodebookHead`.
 
   Attributes:
@@ -216,7 +232,7 @@ class Clusters:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scalar:
+class Scalar(_Sized):
   """Scalar quantisation: each number is one of 2^bits numbers, chosen by k-means.
 
   It takes V·D·bits/8 bytes of codes and 4·2^bits bytes of numbers. A `ScalarEmbedding` has equally
@@ -229,6 +245,7 @@ class Scalar:
   bits: int
 
   def __post_init__(self):
+    super().__post_init__()
     if not 1 <= self.bits <= 8:
       raise ValueError(
         f"`bits` must be in [1, 8]; got {self.bits}. Beyond 8 bits keep the table in bfloat16."
@@ -361,6 +378,15 @@ def compress(
       " vqjax.Product(codes=256, subspaces=64), vqjax.Clusters(codes=1024) or"
       " vqjax.Scalar(bits=4)."
     )
+  if moments is not None and not isinstance(moments, Moments):
+    raise TypeError(
+      f"`moments` must be vqjax.tables.Moments; got {type(moments).__name__}. Read a file with"
+      " Moments.load."
+    )
+  if not is_count(seed) or not 0 <= seed < 2**32:
+    raise ValueError(f"`seed` must be an integer in [0, 2^32); got {seed!r}. 0 is the default.")
+  if kl is not None:
+    check_numbers(kl=kl)
   if (bytes is not None and kl is not None) or (method is None and bytes is None and kl is None):
     got = "neither" if bytes is None else "both"
     raise ValueError(f"one of `bytes` and `kl` must be given; got {got}. Give bytes=1/16.")
@@ -497,18 +523,13 @@ def _host(name: str, array: Any) -> np.ndarray:
     except (BufferError, RuntimeError, TypeError):
       # NumPy has no bfloat16 of its own; JAX reads it.
       return np.asarray(jnp.from_dlpack(array.contiguous()))
-  return np.asarray(array)
+  return host_array(name, array)
 
 
 def _matrix(table: Any) -> np.ndarray:
   if isinstance(table, jax.core.Tracer):
     raise TypeError("`table` must have values; got a traced array. Call compress outside of jit.")
   rows = _host("table", table)
-  if rows.dtype.kind in "OUS":
-    raise TypeError(
-      f"`table` must be an array; got {type(table).__name__}. Give the array itself, such as"
-      " embed.embedding, or a tensor of a file that is open."
-    )
   if rows.ndim != 2 or not rows.size:
     raise ValueError(
       f"`table` must have shape [V, D], a row for each token; got {list(rows.shape)}. Reshape it;"

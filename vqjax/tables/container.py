@@ -458,14 +458,14 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
   path = folder / MANIFEST
   try:
     manifest = json.loads(path.read_text("utf-8"))
-    checksum = manifest.pop("checksum", None)
+    checksum = manifest.pop("checksum")
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     tensors = {name: table["tensor"] for name, table in manifest["tables"].items()}
     found = manifest["format"], manifest["version"]
     runtime = manifest.get("runtime", UNPACKED)
   except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
     raise _damaged(f"{path} that does not name the tables") from None
-  if checksum is not None and checksum != f"{zlib.crc32(text.encode()):08x}":
+  if checksum != f"{zlib.crc32(text.encode()):08x}":
     raise _damaged(f"{path} with another checksum")
   if found != (FORMAT, VERSION):
     raise ValueError(
