@@ -1,15 +1,20 @@
-"""The cost of the checksums: what opening and saving take with them and without.
+"""The cost of the checks: what opening and saving take with them and without.
 
 python -m experiments.checksum_cost
+python -m experiments.checksum_cost gemma-3-270m-q4_k_m.gguf
 """
 
+import contextlib
 import json
 import logging
 import pathlib
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import jax
@@ -21,9 +26,22 @@ from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.embeddings.table_file import open_table
 from vqjax.lab.training import checkpoint, log
 from vqjax.lab.training.step import TrainState, state_checksums
-from vqjax.lm import records
+from vqjax.lm import checkpoints, records
+from vqjax.lm.sources import families, readers
+from vqjax.tables import tensor_files
 
 REPEATS = 9
+
+CHECKS = {
+  "schema": [
+    (families, "read_config"),
+    (readers, "_check_gguf_keys"),
+    (readers, "_check_gguf_tokenizer"),
+  ],
+  "sizes": [(readers, "read_header"), (tensor_files, "open_file")],
+  "checksums": [(tensor_files, "verify")],
+}
+"""Functions that check a model when it is loaded; those of sizes also read the header."""
 
 
 def compared(with_checks: Callable[[], object], without: Callable[[], object]) -> tuple:
@@ -131,9 +149,74 @@ def rows(folder: pathlib.Path) -> tuple:
   return compared(lambda: [made.write(row) for _ in range(1000)], write_without)
 
 
+@contextlib.contextmanager
+def timed(checks: dict[str, list[tuple[Any, str]]]) -> Iterator[Counter]:
+  """The seconds that these functions take, by kind; threads that run at once count each."""
+  seconds: Counter = Counter()
+
+  def wrapped(kind: str, function: Callable) -> Callable:
+    def call(*arguments: Any, **named: Any) -> Any:
+      began = time.perf_counter()
+      try:
+        return function(*arguments, **named)
+      finally:
+        seconds[kind] += time.perf_counter() - began
+
+    return call
+
+  with contextlib.ExitStack() as stack:
+    for kind, functions in checks.items():
+      for module, name in functions:
+        own = wrapped(kind, getattr(module, name))
+        stack.enter_context(mock.patch.object(module, name, own))
+    yield seconds
+
+
+def large_model(folder: pathlib.Path) -> pathlib.Path:
+  """A model of 0.5 GB in safetensors."""
+  config = {"model_type": "llama", "vocab_size": 32_768, "hidden_size": 1024}
+  config |= {"intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16}
+  config |= {"max_position_embeddings": 512}
+  model = families.decoder_of(config)
+  tokens, draw = jnp.zeros((1, 1), jnp.int32), np.random.default_rng(0)
+  shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
+  variables = jax.tree.map(lambda x: draw.standard_normal(x.shape, np.float32), shapes)
+  checkpoints.save(folder / "model", model, variables)
+  return folder / "model"
+
+
+def of_model(path: pathlib.Path) -> None:
+  """Print a row: seconds of loading and saving a model, and of the checks in them."""
+  loads, saves = [], []
+  for number in range(4):
+    with timed(CHECKS) as checks:
+      began = time.perf_counter()
+      loaded = jax.block_until_ready(checkpoints.load(path))
+      loads.append((time.perf_counter() - began, dict(checks)))
+    crc = {"checksums": [(tensor_files.zlib, "crc32")]}
+    with tempfile.TemporaryDirectory() as name, timed(crc) as checks:
+      began = time.perf_counter()
+      checkpoints.save(pathlib.Path(name) / f"{number}", *loaded)
+      saves.append((time.perf_counter() - began, dict(checks)))
+  # The first of each compiles.
+  load, checks = min(loads[1:], key=lambda run: run[0])
+  save, crc = min(saves[1:], key=lambda run: run[0])
+  share = lambda part, whole: f"{part:.4f} ({100 * part / whole:.1f} %)"
+  cells = [f"{load:.2f}", *(share(checks.get(kind, 0.0), load) for kind in CHECKS)]
+  cells += [f"{save:.2f}", share(crc.get("checksums", 0.0), save)]
+  print(f"| {path.name} | {' | '.join(cells)} |")
+
+
 def main() -> None:
-  """Print a Markdown table."""
+  """Print Markdown tables: of the checks of models, and without arguments of all checksums."""
   logging.getLogger("absl").setLevel(logging.CRITICAL)
+  kinds = ", s | ".join(CHECKS)
+  print(f"| model | load, s | {kinds}, s | save, s | checksums, s |\n|---|{'---:|' * 6}")
+  with tempfile.TemporaryDirectory() as name:
+    for path in [*map(pathlib.Path, sys.argv[1:]), large_model(pathlib.Path(name))]:
+      of_model(path)
+  if sys.argv[1:]:
+    return
   print("| | with checks, s | without, s | difference |\n|---|---:|---:|---:|")
   for measure in (token_cache, table_file, save, restore, rows):
     with tempfile.TemporaryDirectory() as name:

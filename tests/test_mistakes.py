@@ -174,7 +174,24 @@ MISTAKES = {
   ),
   "a path for a table": (
     lambda: compress("model.safetensors", bytes=1 / 4),
-    "`table` must be an array; got str",
+    "`table` must be an array of real numbers; got str",
+  ),
+  "fewer tokens for a tree": (
+    lambda: jax.eval_shape(
+      lambda: vqjax.HierarchicalHead(V, D).init(KEY, HIDDEN, TOKENS[:3], method="log_prob")
+    ),
+    r"`hidden` must have the shape \(3,\) of `tokens`",
+  ),
+  "a part of a size": (
+    lambda: compress(WEIGHT, method=Product(2.5, 2)),
+    "`codes` of Product must be an integer; got 2.5",
+  ),
+  "a number for moments": (lambda: compress(WEIGHT, bytes=0.5, moments=3), "`moments` .* got int"),
+  "a text for a seed": (lambda: compress(WEIGHT, bytes=0.5, seed="x"), "`seed` .* got 'x'"),
+  "two keys": (lambda: linear_sample(HIDDEN, jax.random.split(KEY), WEIGHT), r"`key` .* \(2,\)"),
+  "weights of another shape": (
+    lambda: jax.eval_shape(lambda: DenseHead(V, D, weight_init=np.int32).init(KEY, HIDDEN)),
+    r"`weight_init` of DenseHead: .* Give an initialiser",
   ),
   "a list for the op": (
     lambda: cross_entropy(HIDDEN, WEIGHT, [0, 1, 2, 3]),
@@ -240,6 +257,21 @@ def test_an_array_is_accepted_where_a_function_makes_one():
   assert hash(head) == hash(head.clone())
   assert head != CodebookHead(V, D, 5, assignment_init=assignment[::-1])
   assert pickle.loads(pickle.dumps(head)) == head
+
+
+ARRAYS = {"hidden": (4, D), "weight": (V, D), "tokens": (4,), "bias": (V,), "mask": (4,)}
+ARRAYS |= {"token_weight": (4,), "class_weight": (V,)}
+LACKED = [object, str, "M8[s]", "m8[s]", complex, ">f4", np.longdouble, jnp.float8_e4m3fn, jnp.int4]
+
+
+@pytest.mark.untyped
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_that_jax_lacks_is_refused_by_name(name):
+  given, base = {"hidden": HIDDEN, "weight": WEIGHT, "tokens": TOKENS}, np.zeros(ARRAYS[name])
+  wrong = [*map(base.astype, LACKED), np.ma.masked_array(base), *([None] if name in given else [])]
+  for array in wrong:
+    with pytest.raises((TypeError, ValueError), match=f"`{name}` must"):
+      vqjax.linear_cross_entropy(**given | {name: array})
 
 
 WRONG = [1e39, float("nan"), float("inf"), "x", b"1", [], {}, object(), 1j]

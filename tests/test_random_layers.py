@@ -260,7 +260,8 @@ def rows_of(embedding, variables):
       return params["low"] + step * codes["levels"]
   own = np.arange(embedding.subspaces) if len(params["values"]) > 1 else 0
   parts = params["values"][own, codes["codes"]]
-  return parts.mean(1) if embedding.additive else parts.reshape(embedding.vocab, -1)
+  rows = parts.mean(1) if embedding.additive else parts.reshape(embedding.vocab, -1)
+  return rows @ params["basis"] if embedding.rotated else rows
 
 
 EMBEDDINGS = {

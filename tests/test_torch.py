@@ -84,6 +84,18 @@ def test_rows_go_back_into_a_model_of_any_architecture(name, tmp_path, capsys):
       assert shown == {name: (V, width(name)) for name in tables}
 
 
+def test_one_table_of_two_goes_back_under_another_name(tmp_path):
+  from vqjax.lm.compression.folders import TensorJob, compress_tensors
+
+  config = transformers.AutoConfig.for_model("gpt_neox", **SIZES)
+  transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+  Moments(np.eye(D), np.ones(V), 1).save(tmp_path / "moments")
+  names = {"embed_out.weight": tmp_path / "moments"}  # its library calls the parameter lm_head
+  compress_tensors(TensorJob(tmp_path / "model", tmp_path / "out", 0.3, names), lambda line: None)
+  again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+  assert vqjax.torch.load_tables(again, tmp_path / "out") == {"embed_out.weight": "lm_head.weight"}
+
+
 def test_a_table_without_its_parameter_is_refused(tmp_path):
   from vqjax.lm.compression.folders import TensorJob, compress_tensors
 

@@ -21,6 +21,7 @@ from vqjax.assign.checks import Given, table_of
 from vqjax.assign.text import TextStats
 from vqjax.ops import precision, vocab_parallel
 from vqjax.ops.vocab_parallel import Replicated, Sharded
+from vqjax.ops.vocabulary import is_count
 from vqjax.types import Size
 from vqjax.variables import Declaration, Variable
 
@@ -44,6 +45,8 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
+      if isinstance(value, np.number | np.bool_):  # which would promote what it meets
+        object.__setattr__(self, field.name, value.item())
       is_result = table_of(value) is not value
       # Only an array that is wrapped can be compared and hashed, as fields are.
       is_array = isinstance(value, np.ndarray | jax.Array | list)
@@ -75,20 +78,14 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   def _checked(self) -> Declaration:
     """The declaration of a layer whose fields are checked."""
     for field in dataclasses.fields(self):
-      value, is_size = getattr(self, field.name), field.name in ("vocab", "dim")
+      value, kind = getattr(self, field.name), wanted(field, getattr(self, field.name))
       # A quantiser's `dim` is None until an embedding sets it.
-      is_checked = field.type in (int, "int") or (is_size and value is not None)
-      is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-      if is_checked and (not is_integer or (is_size and value < 1)):
+      is_size = field.name in ("vocab", "dim") and value is not None
+      if kind is not None or (is_size and value < 1):
         least = " of at least 1" if is_size else ""
         raise ValueError(
-          f"`{field.name}` of {type(self).__name__} must be an integer{least}; got {value!r}. Give"
-          " a number, such as that of the tokens for `vocab` and the vectors' width for `dim`."
-        )
-      if (wanted := _wanted(field, value)) is not None:
-        raise ValueError(
-          f"`{field.name}` of {type(self).__name__} must be {wanted}; got {value!r}. Give one, or"
-          " leave it out."
+          f"`{field.name}` of {type(self).__name__} must be {kind or 'an integer'}{least}; got"
+          f" {value!r}. Give one, or leave it out where the layer has a default."
         )
     precision.check_precision(getattr(self, "precision", None))
     self.check()
@@ -105,9 +102,17 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     shape, dtype = variable.shape, variable.dtype
 
     def init():
+      given = self.make_rng("params") if variable.random and variable.source is None else None
       if variable.source is not None:
-        return variable.init(created[variable.source].value, shape, dtype)
-      return variable.init(self.make_rng("params") if variable.random else None, shape, dtype)
+        given = created[variable.source].value
+      try:
+        return variable.init(given, shape, dtype)
+      except (TypeError, ValueError) as error:
+        field = f"{name}_init" if hasattr(self, f"{name}_init") else name
+        raise ValueError(
+          f"`{field}` of {type(self).__name__}: {str(error).rstrip('.')}. Give an initialiser, or"
+          f" an array of shape {shape}."
+        ) from error
 
     # Parameters too: unlike `param`, this traces no initialiser where the variable is given.
     held = self.variable(variable.collection, name, init)
@@ -182,32 +187,49 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
 
 
 _KINDS = {
-  "float": (numbers.Real, "a number"),
-  "int": (numbers.Integral, "an integer"),
-  "bool": (bool | np.bool_, "True or False"),
-  "str": (str, "a name"),
+  "float": (numbers.Real, "a number", 3e38),
+  "int": (numbers.Integral, "an integer", 2**31 - 1),
+  "bool": (bool | np.bool_, "True or False", 0),
+  "str": (str, "a name", 0),
 }
-"""Annotations of fields -> what their values are."""
+"""Annotations of fields -> what their values are: the type, in words, and the largest number."""
 
 
-def _wanted(field: dataclasses.Field, value: Any) -> str | None:
-  """What the value of a field must be, where it is something else."""
-  annotation = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
-  kind, _, rest = annotation.partition(" | ")
-  if field.name in ("dtype", "param_dtype") and value is not None:
+def wanted(field: dataclasses.Field, value: Any, bounded: bool = True) -> str | None:
+  """What the value of a field must be, where it is something else; None where it is right.
+
+  With `bounded` a number must be one of 32 bits.
+  """
+  annotation = field.type
+  if not isinstance(annotation, str):
+    annotation = getattr(annotation, "__name__", str(annotation))
+  kinds = annotation.split(" | ")
+  if field.name == "param_dtype" or (field.name == "dtype" and value is not None):
     try:
-      is_float = jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
+      # None would be float64.
+      is_float = value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except (TypeError, ValueError):
       is_float = False
-    return None if is_float else "a floating-point dtype"
+    is_wide = is_float and jnp.dtype(value).itemsize > 1
+    return None if is_wide else f"a floating-point dtype{' of 16 bits or more' * is_float}"
   if field.name.endswith("_init") and value is not None:
     return None if callable(value) else "an initialiser or an array"
-  if kind not in _KINDS or rest not in ("", "None") or (rest and value is None):
+  if value is None and "None" in kinds:
     return None
-  of, what = _KINDS[kind]
-  is_number = kind in ("float", "int")
-  wrong = not isinstance(value, of) or (is_number and isinstance(value, bool))
-  return what if wrong or (is_number and value != value) else None
+  if kinds[0] == "tuple[int, ...]":
+    is_right = isinstance(value, tuple) and all(map(is_count, value))
+    return None if is_right else "a tuple of integers"
+  if callable(field.default) and not isinstance(field.default, type) and not callable(value):
+    return "a function"
+  if kinds[0] not in _KINDS or not {*kinds[1:]} <= {*_KINDS, "None"}:
+    return None
+  _, what, most = _KINDS[kinds[0]]
+  is_other = not any(isinstance(value, _KINDS[kind][0]) for kind in kinds if kind != "None")
+  wrong = is_other or (most and isinstance(value, bool))
+  most = _KINDS["int"][2] if isinstance(value, int) else most
+  if bounded and most and not wrong and not -most <= value <= most:
+    return what if value != value else f"{what} of 32 bits"
+  return what if wrong else None
 
 
 def _with_inherited_attributes(cls: type) -> str:

@@ -39,10 +39,10 @@ def atomic_file(path: str | os.PathLike[str], name: str = "path") -> Iterator[Bi
     PermissionError: the file that is there may not be written.
   """
   if (stream := _stream(pathlib.Path(path))) is not None:
-    with stream:
+    with _named(path), stream:
       yield stream
     return
-  with _beside(path, name) as partial, partial.open("r+b") as file:
+  with _named(path), _beside(path, name) as partial, partial.open("r+b") as file:
     yield file
 
 
@@ -53,14 +53,14 @@ def atomic_path(path: str | os.PathLike[str], name: str = "path") -> Iterator[pa
   For libraries that write to a path; otherwise as `atomic_file`.
   """
   if (stream := _stream(pathlib.Path(path))) is not None:
-    with stream, tempfile.TemporaryDirectory() as folder:
+    with _named(path), stream, tempfile.TemporaryDirectory() as folder:
       partial = pathlib.Path(folder, "output")
       partial.touch()
       yield partial
       with partial.open("rb") as written:
         shutil.copyfileobj(written, stream)
     return
-  with _beside(path, name) as partial:
+  with _named(path), _beside(path, name) as partial:
     yield partial
 
 
@@ -71,14 +71,37 @@ def write_text(path: str | os.PathLike[str], text: str, name: str = "path") -> N
 
 
 @contextlib.contextmanager
+def _named(path):
+  """Name the file in an error of the system about writing it."""
+  try:
+    yield
+  except OSError as error:
+    if error.errno is not None and error.filename is None:
+      error.filename = os.fspath(path)
+    raise
+
+
+@contextlib.contextmanager
+def _made(path, name):
+  """Name an output that cannot be made in a folder of the system, such as /proc."""
+  try:
+    yield
+  except FileNotFoundError:
+    raise FileNotFoundError(
+      f"`{name}` must be in a folder where files can be made; got {path}. Give another one."
+    ) from None
+
+
+@contextlib.contextmanager
 def _beside(path, name):
   check_file(path, name)
   target = _followed(pathlib.Path(path), name)
   target.parent.mkdir(parents=True, exist_ok=True)
   # Not `tempfile`, whose files only their owner may read.
   partial = _partial(target)
-  try:
+  with _made(path, name):
     partial.open("xb").close()
+  try:
     mode = stat.S_IMODE((target if target.exists() else partial).stat().st_mode)
     yield partial
     _sync(partial)
@@ -202,6 +225,9 @@ def new_output(
   target = _followed(pathlib.Path(path), name)
   # In a folder that is there, which may be a disk of its own.
   partial = _partial(target / target.name if target.is_dir() else target)
+  with _made(path, name):
+    partial.touch(exist_ok=False)
+    partial.unlink()
   try:
     yield partial
     publish(partial, target)

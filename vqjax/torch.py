@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from vqjax.tables import container
@@ -51,12 +52,15 @@ def load_tables(model: torch.nn.Module, folder: str | os.PathLike[str]) -> dict[
     )
   found, named = {}, dict(model.named_parameters(remove_duplicate=False))
   # Those that the model has under the same name come first: what is left may have other names.
-  tables = sorted(
+  manifest = sorted(
     container.read_manifest(folder).tensors.items(), key=lambda table: table[1] not in named
   )
-  for name, tensor in tables:
-    table = container.read_table(folder, name)
-    parameter = _parameter(model, tensor, table.shape, set(found.values()))
+  tables = [(tensor, container.read_table(folder, name)) for name, tensor in manifest]
+  # A parameter that the folder holds whole is that of no table.
+  files = [safe_open(file, framework="np") for file in folder.glob("*.safetensors")]
+  kept = {name for file in files for name in file.keys()}  # noqa: SIM118  not a dictionary
+  for tensor, table in tables:
+    parameter = _parameter(model, tensor, table.shape, kept | set(found.values()))
     own, first = model.get_parameter(parameter), 0
     with torch.no_grad():
       for rows in table.blocks(ROWS):

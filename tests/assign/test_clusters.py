@@ -151,7 +151,11 @@ def test_wrong_embeddings_and_weights_are_refused(recipe, embeddings, counts):
     ),
     r"rows: 0, 1, 2, 3, 4, 5, 6, 7, \.\.\.": (broken(embeddings, slice(9)), CODES, None),
     r"`embeddings` must have shape \[V, D\], .* got \(6,\)": (embeddings[0], 2, None),
-    "`embeddings` must be real numbers; got complex64": (embeddings * 1j, CODES, None),
+    "`embeddings` must be an array of real numbers; got ndarray of complex64": (
+      embeddings * 1j,
+      CODES,
+      None,
+    ),
     "`weights` must not be all zero in float32; got 0": (embeddings, CODES, 0 * counts),
     r"`weights` must have shape \(211,\); got \(210,\)": (
       embeddings,
@@ -172,7 +176,7 @@ def test_wrong_embeddings_and_weights_are_refused(recipe, embeddings, counts):
     "got nan for token 5": (embeddings, CODES, np.where(np.arange(VOCAB) == 5, np.nan, 1)),
   }
   for message, (rows, codes, weights) in wrong.items():
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
       recipe(rows, codes, key=KEY, weights=weights)
 
 

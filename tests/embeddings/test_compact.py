@@ -176,7 +176,7 @@ def test_it_is_rounded_as_the_embedding_is(quantizer, fields, tmp_path):
   np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"shared": True}, {"additive": True}])
+@pytest.mark.parametrize("options", [{}, {"shared": True}, {"additive": True}, {"rotated": True}])
 @pytest.mark.parametrize("fields", [{}, *LOW])
 def test_fixed_codes_have_a_compact_form(options, fields):
   embedding = ProductEmbedding(V, D, K, M, **options, **fields)

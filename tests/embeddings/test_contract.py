@@ -33,6 +33,7 @@ CASES = {
   "product": ProductEmbedding(V, D, 5, 4),
   "product, shared": ProductEmbedding(V, D, 5, 4, shared=True),
   "product, additive": ProductEmbedding(V, D, 5, 7, additive=True),
+  "product, rotated": ProductEmbedding(V, D, 5, 5, rotated=True),
   "product, additive, shared": ProductEmbedding(V, D, 5, 7, additive=True, shared=True),
   "scalar": ScalarEmbedding(V, D, 6),
   "int8": Int8Embedding(V, D, 4),
@@ -42,7 +43,7 @@ CASES = {
   "vq shared": DPQEmbedding(V, D, CentroidQuantizer(6, 3, D, shared=True)),
   **{name: DPQEmbedding(V, D, quantizer) for name, quantizer in QUANTIZERS.items()},
 }
-BY_REFERENCE = list(CASES)[:8]
+BY_REFERENCE = list(CASES)[:9]
 
 
 @pytest.fixture(params=CASES)
@@ -92,7 +93,7 @@ def test_size_and_axes_are_those_of_the_variables(name, embedding):
   assert ranks == jax.tree.map(lambda x: x.ndim, variables)
 
 
-@pytest.mark.parametrize("name", list(CASES)[:9])
+@pytest.mark.parametrize("name", list(CASES)[:10])
 def test_the_dtypes_of_vectors_and_of_parameters_are_separate(name):
   token, variables = np.array([1]), variables_of(name)
   for dtype in (jnp.bfloat16, jnp.float32):
@@ -149,6 +150,8 @@ WRONG_FIELDS = [
   (LowRankEmbedding(V, D, 13), r"`rank` .*\[1, 12\].*13"),
   (LowRankEmbedding(V, D, 0), "`rank` .*0"),
   (ProductEmbedding(V, D, 5, 5), "`subspaces` .*12.*5"),
+  (ProductEmbedding(V, D, 5, 13, rotated=True), "`rotated` must be False with 13 subspaces"),
+  (ProductEmbedding(V, D, 5, 4, rotated=True, additive=True), "`rotated` .*additive"),
   (ProductEmbedding(V, D, 0, 4), "`codes` and `subspaces` .*0 and 4"),
   (ProductEmbedding(0, D, 5, 4), "`vocab` .*0"),
   (ProductEmbedding(V, D, 5, 4, codes_init=lambda v, k, m: np.zeros((3, m), int)), "codes.*3, 4"),

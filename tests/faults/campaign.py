@@ -310,12 +310,12 @@ def damage(path: pathlib.Path, way: str, draw: random.Random) -> None:
   """Truncate a file, flip one bit of it, or remove it."""
   content = bytearray(path.read_bytes())
   if way == "removed" or not content:
-    path.unlink()
-    return
+    return path.unlink()
+  at = draw.randrange(len(content))
   if way == "truncated":
-    content = content[: draw.randrange(len(content))]
+    del content[at:]
   else:
-    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    content[at] ^= 1 << draw.randrange(8)
   path.write_bytes(content)
 
 
@@ -337,40 +337,35 @@ def damaged(
   return outcome
 
 
-DISKS = {
+STARVED: dict[str, tuple[Any, ...]] = {
   "full": ("write", 28),
   "input/output error": ("write", 5),
   "quota exceeded": ("write", 122),
   "sync fails": ("sync", 5),
   "rename fails": ("rename", 5),
   "read-only": ("open", 30),
+  "size of files": (resource.RLIMIT_FSIZE,),
+  "open files": (resource.RLIMIT_NOFILE,),
 }
+"""What fails: a call to the disk and its error, or a limit of the process."""
 
 
-def disk(lab: Lab, folder: pathlib.Path, kind: str, after: int) -> Outcome:
-  call, code = DISKS[kind]
-  env = {"FAULT_PATH": str(folder), "FAULT_CALL": call, "FAULT_ERRNO": str(code)}
-  return then_whole(lab, folder, env=env | {"FAULT_AFTER": str(after)})
+def starved(lab: Lab, folder: pathlib.Path, kind: str, value: int) -> Outcome:
+  """Run the command where something fails, which it must report, and then where nothing does.
 
-
-LIMITS = {
-  "size of files": (resource.RLIMIT_FSIZE, (2_000, 6_000, 15_000, 40_000)),
-  "open files": (resource.RLIMIT_NOFILE, (12, 16, 20, 24)),
-}
-
-
-def limited(lab: Lab, folder: pathlib.Path, kind: str, value: int) -> Outcome:
-  return then_whole(lab, folder, limits={LIMITS[kind][0]: value})
-
-
-def then_whole(lab: Lab, folder: pathlib.Path, env=None, **how: Any) -> Outcome:
-  """Run the command where something fails, which it must report, and then where nothing does."""
-  run, cache = folder / "run", {"VQJAX_CACHE": str(folder / "cache")}
-  first = lab.train(run, env=cache | (env or {}), **how).outcome
-  if first[0] != CLEAR:
-    return first
-  outcome, words = lab.again(run, **cache)
-  return outcome, f"first {first[1]} {words}"
+  `value` is the number of calls before the first that fails, or the limit.
+  """
+  run, env = folder / "run", {"VQJAX_CACHE": str(folder / "cache")}
+  if len(STARVED[kind]) == 1:
+    first = lab.train(run, env=env, limits={STARVED[kind][0]: value})
+  else:
+    call, code = STARVED[kind]
+    fault = {"PATH": folder, "CALL": call, "ERRNO": code, "AFTER": value}
+    first = lab.train(run, env=env | {f"FAULT_{name}": str(x) for name, x in fault.items()})
+  if first.outcome[0] != CLEAR:
+    return first.outcome
+  outcome, words = lab.again(run, **env)
+  return outcome, f"first {first.outcome[1]} {words}"
 
 
 def on_another_day(lab: Lab, folder: pathlib.Path, days: int) -> Outcome:
@@ -385,13 +380,7 @@ def on_another_day(lab: Lab, folder: pathlib.Path, days: int) -> Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-  """One way to break a run.
-
-  Attributes:
-    kind: the row of the table that it belongs to.
-    act: (lab, folder of this trial, *case) -> outcome.
-    case: what distinguishes it from the others of its kind.
-  """
+  """A row of the table, `act(lab, folder of this trial, *case)`, and what is its own of the row."""
 
   kind: str
   act: Callable[..., Outcome]
@@ -427,10 +416,14 @@ def trials(lab: Lab, each: int | None) -> list[Trial]:
       [*itertools.product(SIGNALS, ("importing", "training", "saving", "evaluating"), [0.15])],
     ),
     "a disk that fails at the n-th call": (
-      disk,
-      [*itertools.product(DISKS, (0, 9, 30, 70))] if SHIM in os.environ else [],
+      starved,
+      [*itertools.product([*STARVED][:6], (0, 9, 30, 70))] if SHIM in os.environ else [],
     ),
-    "a limit": (limited, [(kind, value) for kind in LIMITS for value in LIMITS[kind][1]]),
+    "a limit": (
+      starved,
+      [("size of files", size) for size in (2_000, 6_000, 15_000, 40_000)]
+      + [("open files", count) for count in (12, 16, 20, 24)],
+    ),
     "the clock set back or forth": (
       on_another_day,
       [(-1,), (-4000,), (4000,)] if SHIM in os.environ else [],
@@ -445,7 +438,6 @@ def trials(lab: Lab, each: int | None) -> list[Trial]:
 
 # --- running them ---
 
-
 _own: dict[str, Any] = {}
 """The lab and the trials, for the workers, which are forks."""
 
@@ -458,10 +450,11 @@ def campaign(options: argparse.Namespace, commit: str | None) -> list[dict[str, 
   with tempfile.TemporaryDirectory(prefix="vqjax-faults-", ignore_cleanup_errors=True) as folder:
     lab = Lab(pathlib.Path(folder))
     chosen = [trial for trial in trials(lab, options.each) if re.search(options.only, trial.kind)]
-    names = {(trial.kind, trial.name) for trial in chosen}
-    results = [row for row in earlier(options.json, commit) if (row["kind"], row["name"]) in names]
-    names -= {(row["kind"], row["name"]) for row in results}
-    left = [trial for trial in chosen if (trial.kind, trial.name) in names]
+    rows = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    good = [row for row in rows if row["outcome"] in GOOD and row["commit"] == commit]
+    done = {(row["kind"], row["name"]): row for row in good}
+    results = [done[key] for trial in chosen if (key := (trial.kind, trial.name)) in done]
+    left = [trial for trial in chosen if (trial.kind, trial.name) not in done]
     print(f"{len(left)} of {len(chosen)} trials; a run takes {lab.seconds:.1f} s", flush=True)
     _own.update(lab=lab, trials=left)
     fork = multiprocessing.get_context("fork")
@@ -474,14 +467,6 @@ def campaign(options: argparse.Namespace, commit: str | None) -> list[dict[str, 
         line = f"{number}/{len(left)}  {row['kind']}, {row['name']}: {row['outcome']}"
         print(line if row["outcome"] in GOOD else f"{line}: {row['words']}", flush=True)
     return results
-
-
-def earlier(path: pathlib.Path | None, commit: str | None) -> list[dict[str, Any]]:
-  """The rows of a file that ended well at this commit."""
-  if path is None or not path.exists():
-    return []
-  rows = json.loads(path.read_text())
-  return [row for row in rows if row["outcome"] in GOOD and row["commit"] == commit]
 
 
 def work(number: int) -> dict[str, Any]:

@@ -37,11 +37,14 @@ class TestProductHead(HeadContract):
     "bias": lambda v, d: ProductHead(v, d, 5, 4, token_bias=True),
     "no bias": lambda v, d: ProductHead(v, d, 17, 12),
     "capped": lambda v, d: ProductHead(v, d, 300, 2, softcap=3.0),
+    "rotated": lambda v, d: ProductHead(v, d, 5, 5, token_bias=True, rotated=True),
   }
 
   def reference_logits(self, head, variables, hidden, rounded=lambda rows: rows):
     params = variables["params"]
     rows = composed(variables["codes"]["codes"], params["tables"])
+    if head.rotated:
+      hidden = rounded(hidden @ rounded(params["basis"]).T)
     return logits_of_rows(head, params, hidden, rounded(rows))
 
   def bfloat16_logits(self, head, variables, hidden):

@@ -28,6 +28,12 @@ def test_a_sigmoid_in_place_of_tanh_is_the_same_softmax():
   np.testing.assert_allclose(*jitted.results(run, hidden, weight, np.array([0, 7, 9])), atol=1e-5)
 
 
+@pytest.mark.parametrize("wrong", [{"cap": 0.0}, {"width": -1.0}, {"cap": np.inf}])
+def test_a_sigmoid_that_does_not_rise_is_refused(wrong):
+  with pytest.raises(ValueError, match="`cap` and `width` must be positive and finite; got"):
+    SigmoidCap(**wrong)
+
+
 def test_sigsoftmax_multiplies_the_exponential_by_a_sigmoid():
   raw = RAW[:161]
   expected = np.log(np.exp(raw) / (1 + np.exp(-raw)))

@@ -173,6 +173,19 @@ def test_a_nearly_certain_token_keeps_the_digits_of_its_gradient(limits, options
   np.testing.assert_allclose(np.float64(found[5]), exact[5], rtol=rtol)
 
 
+def test_scores_are_rounded_on_the_devices_that_round_them_alone():
+  hidden, weight, _ = bfloat16()
+  found = []
+  for rounds in (False, True):
+    # Other arguments are equal, so that a compiled pass might serve both.
+    with device.using(device.current()._replace(rounds=rounds)):
+      run = jax.jit(lambda h, w: softmax.linear_log_prob(h, w, np.arange(N)))
+      found.append(run(hidden, weight))
+  error = np.abs(found - reference.linear_log_prob(hidden, weight, np.arange(N))).max(axis=1)
+  assert error[0] < 1e-5
+  assert 1e-4 < error[1] < 0.05
+
+
 @pytest.mark.slow
 def test_all_statistics_are_equal_in_both_forms_of_the_loop():
   hidden, weight, bias = maximum_that_rises_by_59_nats_in_each_tile()

@@ -249,6 +249,7 @@ def test_options_without_a_meaning_are_refused(options, message):
     ({"label_smoothing": -0.1}, "`label_smoothing` .* got -0.1"),
     ({"scratch": -1, "reduction": "mean"}, "`scratch` must be .* got -1"),
     pytest.param({"scratch": 1.5}, "`scratch` must be .* got 1.5", marks=pytest.mark.untyped),
+    pytest.param({"scratch": True}, "`scratch` must be .* got True", marks=pytest.mark.untyped),
     ({"z_loss": -1e-4}, "`z_loss` must be finite .* got -0.0001"),
   ],
 )
@@ -259,26 +260,30 @@ def test_losses_without_a_meaning_are_refused(options, message):
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("shape", [None, (2, 4)])
-def test_weights_of_classes_are_those_of_their_targets(shape, reduction):
+@pytest.mark.parametrize(("shape", "tile"), [(None, None), (None, (4, 10)), ((2, 4), None)])
+def test_weights_of_classes_are_those_of_their_targets(shape, tile, reduction):
   *operands, tokens, _ = arrays(13, 101, "plain")
+  # The losses of classes without weight are not finite where they are scored, nan elsewhere.
+  operands[2][0] = -np.inf
+  tokens = np.where(np.arange(13) % 3 == 2, 0, np.maximum(tokens, 1))
   class_weight, token_weight = np.random.default_rng(5).random((2, 101), np.float32)
-  class_weight[tokens[2]], token_weight, padded = 0, token_weight[:13], tokens.copy()
+  class_weight[0], token_weight, padded = 0, token_weight[:13], tokens.copy()
   padded[[4, 9]] = -100
-  weights = {"token_weight": token_weight, "ignore_index": -100, "vocab_axis": "model"}
-  ours = lambda h, w, b, classes: (
-    linear_cross_entropy(h, w, padded, b, class_weight=classes, reduction=reduction, **weights),
-  )
+  weights = {"ignore_index": -100, "vocab_axis": "model", "tile": tile}
 
-  def whole(h, w, b, classes):
+  def ours(h, w, b, classes, token_weight):
+    given = {"class_weight": classes, "token_weight": token_weight, "reduction": reduction}
+    return (linear_cross_entropy(h, w, padded, b, **given, **weights),)
+
+  def whole(h, w, b, classes, token_weight):
     log_prob = jax.nn.log_softmax(h @ w.T + b)[np.arange(13), tokens]
     # A weight of 0 leaves a token out, and has no gradient itself.
     share = jnp.where((padded < 0) | (classes[tokens] == 0), 0, classes[tokens] * token_weight)
-    each = -share * log_prob
+    each = -share * jnp.where(share == 0, 0, log_prob)
     return ({"none": each, "sum": each.sum(), "mean": each.sum() / share.sum()}[reduction],)
 
   with meshes(shape):
-    compare(ours, whole, (*operands, class_weight), atol=ATOL)
+    compare(ours, whole, (*operands, class_weight, token_weight), atol=ATOL)
 
 
 def test_weights_of_classes_that_have_no_meaning_are_refused():
@@ -294,6 +299,8 @@ def test_weights_and_masks_of_another_shape_than_the_tokens_are_refused():
   hidden, weight, tokens = np.ones((5, 4)), np.ones((31, 4)), np.zeros(5, np.int32)
   with pytest.raises(ValueError, match=r"`mask` must be bool of shape \(5,\)"):
     inspect.unwrap(linear_softmax)(hidden, weight, tokens, mask=np.ones(5))
+  with pytest.raises(TypeError, match="`mask` must be an array; got list"):
+    inspect.unwrap(linear_softmax)(hidden, weight, tokens, mask=[True] * 5)
   with pytest.raises(ValueError, match=r"`token_weight` must .*\(5,\) .* got \(5, 1\)"):
     inspect.unwrap(linear_cross_entropy)(hidden, weight, tokens, token_weight=np.ones((5, 1)))
 
@@ -337,6 +344,12 @@ def test_results_of_tokens_that_a_mask_leaves_out_are_zero_without_a_gradient():
   np.testing.assert_allclose(gradients[0][mask], alone[0], atol=1e-5)
   for ours, wanted in zip(gradients[1:], alone[1:]):
     np.testing.assert_allclose(ours, wanted, atol=5e-5)
+
+
+def test_a_batch_without_tokens_may_have_a_mask():
+  run = functools.partial(linear_softmax, mask=np.zeros(0, bool))
+  found = jax.eval_shape(run, np.zeros((0, 4)), np.ones((31, 4)), np.zeros(0, np.int32))
+  assert found.log_prob.shape == (0,)
 
 
 def test_a_score_beyond_all_numbers_is_capped_and_not_removed():

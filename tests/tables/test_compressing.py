@@ -13,8 +13,8 @@ from scipy.special import log_softmax
 
 import vqjax
 from tests import reference
-from vqjax import nnx
-from vqjax.embeddings import table_file
+from vqjax import convert, nnx
+from vqjax.embeddings import ProductEmbedding, table_file
 from vqjax.tables import Moments, byte_budget, compressing, container
 
 pytestmark = pytest.mark.programs(100)  # methods and layers run operation by operation
@@ -163,7 +163,7 @@ def test_the_tensors_of_the_file_are_within_the_bytes(dtype, with_bias, tmp_path
   small = vqjax.compress(TABLE.astype(dtype), bytes=1 / 3, method=vqjax.Product(), bias=bias)
   small.save(tmp_path / "small.safetensors")
   tensors = load_file(tmp_path / "small.safetensors")
-  assert tensors.keys() == {"codes", "values"} | ({"bias"} if with_bias else set())
+  assert tensors.keys() - {"basis"} == {"codes", "values"} | ({"bias"} if with_bias else set())
   size = sum(x.nbytes for x in tensors.values())
   assert size == small.nbytes <= TABLE.astype(dtype).nbytes / 3
 
@@ -179,7 +179,7 @@ def test_bytes_are_a_fraction_or_a_number():
 
 @pytest.mark.parametrize("dtype", [np.float32, bfloat16])
 @pytest.mark.parametrize(("vocab", "dim"), [(101, 12), (10_007, 64), (50_257, 768), (997, 7)])
-def test_a_budget_is_filled_with_the_most_bits_that_fit(vocab, dim, dtype):
+def test_a_budget_is_used_and_has_the_most_bits_of_equal_parts(vocab, dim, dtype):
   rows = np.broadcast_to(np.zeros((), dtype), (vocab, dim))
   for fraction in (0.06, 0.1, 0.26, 0.9):
     try:
@@ -187,17 +187,50 @@ def test_a_budget_is_filled_with_the_most_bits_that_fit(vocab, dim, dtype):
     except ValueError:
       continue
 
-    def size(codes, subspaces):
-      return -(-vocab * subspaces * int(codes - 1).bit_length() // 8) + 4 * codes * dim
+    def size(codes, subspaces, rotated=False):
+      width = -(-dim // subspaces) * subspaces
+      packed = -(-vocab * subspaces * int(codes - 1).bit_length() // 8)
+      return packed + 4 * codes * width + rotated * 2 * width * dim
 
-    def bits(codes, subspaces):
+    def bits(codes, subspaces, rotated=False):
       return subspaces * np.log2(codes)
 
-    assert size(chosen.codes, chosen.subspaces) <= fraction * rows.nbytes
+    assert size(*chosen) <= fraction * rows.nbytes
+    if vocab * dim > 10**5 and fraction * rows.itemsize <= 1:  # at most 8 bits a number
+      assert size(*chosen) > 0.9 * fraction * rows.nbytes
     for subspaces in (m for m in range(1, dim + 1) if dim % m == 0):
       for codes in (2, 4, 8, 16, 32, 64, 128, 256):
         if codes <= vocab and size(codes, subspaces) <= fraction * rows.nbytes:
-          assert bits(codes, subspaces) <= bits(chosen.codes, chosen.subspaces)
+          # A basis has the worth of some bits.
+          assert bits(codes, subspaces) <= 1.1 * bits(*chosen)
+
+
+def test_a_basis_lowers_the_error_and_every_form_has_the_rows(tmp_path):
+  rng, vocab = np.random.default_rng(5), 3001
+  mixed = np.linalg.qr(rng.normal(size=(D, D)))[0]
+  table = (rng.normal(size=(vocab, D)) * np.arange(1, D + 1) @ mixed).astype(np.float32)
+  plain = convert.to_clusters(ProductEmbedding(vocab, D, 16, 4), table, key=jax.random.key(0))
+  plain = ProductEmbedding(vocab, D, 16, 4).compact(plain)
+  small = vqjax.compress(table, method=vqjax.Product(16, 4))
+  assert small.report.error < 0.9 * relative_error(vqjax.SmallTable(plain).table(), table)
+  guided = vqjax.compress(table, method=vqjax.Product(16, 4), hidden=HIDDEN)
+  assert guided.report.weighted_error < 0.9 * relative_error(small.table(), table, hidden=HIDDEN)
+  # The number of parts need not divide the width.
+  small = vqjax.compress(table, method=vqjax.Product(16, 5), bias=rng.normal(size=vocab))
+  assert (small.form.basis.dtype, small.form.basis.shape) == (np.float16, (15, D))
+  rows, hidden = small.table(), rng.normal(size=(3, D)).astype(np.float32)
+  np.testing.assert_allclose(small.report.error, relative_error(rows, table), rtol=1e-5)
+  small.save(tmp_path / "small.safetensors")
+  loaded = vqjax.SmallTable.load(tmp_path / "small.safetensors")
+  assert loaded.nbytes == small.nbytes
+  np.testing.assert_array_equal(loaded.table(), rows)
+  read = table_file.open_table(tmp_path / "small.safetensors")
+  np.testing.assert_allclose(read[np.arange(vocab)], rows, atol=1e-4)
+  scores = log_softmax(hidden @ rows.T + small.bias, axis=-1)[range(3), range(3)]
+  head, embedding = loaded.to_nnx(), loaded.to_nnx("embedding")
+  found = jax.jit(lambda hidden: (head.log_prob(hidden, np.arange(3)), embedding.table()))(hidden)
+  np.testing.assert_allclose(found[0], scores, atol=1e-3)
+  np.testing.assert_allclose(found[1], rows, atol=1e-4)
 
 
 def test_the_least_fraction_of_the_message_is_reachable():

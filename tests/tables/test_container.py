@@ -89,6 +89,10 @@ def test_parts_of_a_table_are_those_of_the_whole():
   found = container.CompressedTable(entropy_coder.encode_table(quantized))
   for first, last in ((0, 1), (255, 257), (256, 512), (700, 1031), (1030, 1031), (5, 5)):
     np.testing.assert_array_equal(found.levels(first, last), quantized.levels[first:last])
+  blocks = list(found.blocks(300))
+  assert [len(rows) for rows in blocks] == [300, 300, 300, 131]
+  # Products of other shapes may be added in another order.
+  np.testing.assert_allclose(np.concatenate(blocks), found.rows(), atol=1e-4)
   with pytest.raises(IndexError, match="1031"):
     found.levels(0, 1032)
 
@@ -175,7 +179,7 @@ def test_another_version_is_refused():
 def manifest(**changes):
   """The text of a `vqjax.json` of one table."""
   fields = {"format": container.FORMAT, "version": container.VERSION}
-  return json.dumps(fields | {"tables": {"embedding": {"tensor": "w"}}} | changes)
+  return json.dumps(records.sealed(fields | {"tables": {"embedding": {"tensor": "w"}}} | changes))
 
 
 @pytest.fixture(scope="module")

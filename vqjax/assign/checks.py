@@ -10,6 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import ArrayLike
 
+from vqjax.ops.vocabulary import host_array
+
 __all__ = ["Assignment", "Given", "check_shape", "checked_assignment"]
 
 Assignment = (
@@ -111,7 +113,7 @@ def checked_counts(counts: ArrayLike, vocab: int | None = None) -> Int[np.ndarra
     ValueError: the counts are not one integer for each token, are negative or all zero, or add up
       to more than int64 holds.
   """
-  table = np.asarray(counts)
+  table = host_array("counts", counts)
   remedy = "Count with np.bincount(tokens, minlength=vocab)."
   if table.ndim != 1 or vocab not in (None, table.size):
     shape = "(V,)" if vocab is None else f"({vocab},)"
@@ -136,13 +138,11 @@ def checked_rows(embeddings: ArrayLike, codes: int) -> Float[np.ndarray, "V D"]:
     ValueError: the embeddings are not a matrix of real numbers, are fewer than the codes, or have
       a row with nan or infinity.
   """
-  rows = np.asarray(embeddings)
+  rows = host_array("embeddings", embeddings)
   if rows.ndim != 2:
     raise ValueError(
       f"`embeddings` must have shape [V, D], a row for each token; got {rows.shape}. Reshape them."
     )
-  if not np.can_cast(rows.dtype, np.float64, "same_kind"):
-    raise ValueError(f"`embeddings` must be real numbers; got {rows.dtype}. Give float32 rows.")
   check_codes(len(rows), codes)
   rows = rows.astype(np.float32)
   broken = np.flatnonzero(~np.isfinite(rows).all(axis=1))
@@ -164,7 +164,7 @@ def checked_weights(weights: ArrayLike | None, vocab: int) -> Float[np.ndarray, 
   """
   if weights is None:
     return np.ones(vocab, np.float32)
-  table = np.asarray(weights)
+  table = host_array("weights", weights)
   if table.shape != (vocab,):
     raise ValueError(
       f"`weights` must have shape ({vocab},); got {table.shape}. Give one weight for each token."

@@ -171,7 +171,24 @@ def _misplaced(options: argparse.Namespace) -> str | None:
 def _counts(options: argparse.Namespace, vocab: int) -> np.ndarray | None:
   if options.counts == "zipf":
     return zipf_counts(vocab)
-  return None if options.counts is None else np.load(data_path(options.counts, kind="--counts"))
+  return None if options.counts is None else _array(options.counts, "--counts")
+
+
+def _array(path: str, kind: str) -> np.ndarray:
+  """The array of a file .npy, mapped; `kind` is what the caller calls it."""
+  file = data_path(path, kind=kind)
+  try:
+    found = np.load(file, mmap_mode="r", allow_pickle=False)
+    if not isinstance(found, np.ndarray):
+      raise ValueError("several arrays")
+  except OSError:
+    raise
+  except Exception as error:  # a dozen types, of zip files among them
+    raise ValueError(
+      f"`{kind}` must be a file .npy of numbers; got {file} ({one_line(error)}). Write it"
+      " with numpy.save."
+    ) from None
+  return found
 
 
 def _compress_array(options: argparse.Namespace) -> None:
@@ -179,7 +196,7 @@ def _compress_array(options: argparse.Namespace) -> None:
   file = data_path(path, kind="model")
   check_output(options.out, "--out", folder=False)
   if tensor is None:
-    table = np.load(file, mmap_mode="r", allow_pickle=False)
+    table = _array(path, "model")
   else:
     tensors, _ = open_file(file)
     if tensor not in tensors:
@@ -195,7 +212,7 @@ def _compress_array(options: argparse.Namespace) -> None:
   else:
     given["counts"] = _counts(options, len(table))
     if options.hidden:
-      given["hidden"] = np.load(data_path(options.hidden, kind="--hidden"), mmap_mode="r")
+      given["hidden"] = _array(options.hidden, "--hidden")
   small = compress(table, **given)
   small.save(options.out)
   print(f"{small.report}\nresult: {one_line(options.out)}")

@@ -36,7 +36,40 @@ def option(to: Any, name: str, text: str, kind: Any = None, default: Any = None,
     text += " (default: %(default)s)"
   if "choices" not in more:
     more = {"metavar": METAVARS.get(kind)} | more
-  to.add_argument(name, type=kind, default=default, help=text, **more)
+  to.add_argument(name, type=READERS.get(kind, kind), default=default, help=text, **more)
+
+
+def _integer(text: str) -> int:
+  """An integer of the 32 bits that JAX has, as `argparse` reads it."""
+  number = int(text)
+  if not -(2**31) <= number < 2**31:
+    raise argparse.ArgumentTypeError(
+      f"an integer must have 32 bits; got {text}. Give a smaller one"
+    )
+  return number
+
+
+def _finite(text: str) -> float:
+  """A number that float32 has, as `argparse` reads it."""
+  number = float(text)
+  if not abs(number) <= MOST:
+    raise argparse.ArgumentTypeError(f"it must be finite; got {text}. Give one such as 0.5")
+  return number
+
+
+def _path(text: str) -> pathlib.Path:
+  """A path, as `argparse` reads it; "" would be the current folder."""
+  if not text:
+    raise argparse.ArgumentTypeError("it must name a file or a folder; got an empty path. Give one")
+  return pathlib.Path(text)
+
+
+MOST = 3e38
+"""The largest number of float32."""
+
+READERS = {int: _integer, float: _finite, pathlib.Path: _path}
+"""Types of options -> what reads them; `argparse` quotes their names."""
+_integer.__name__, _finite.__name__ = "int", "float"
 
 
 def flag(to: Any, name: str, text: str) -> None:

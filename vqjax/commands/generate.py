@@ -47,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser, "--repetition-penalty", "divisor of the scores of tokens that occurred", float, 1.0
   )
   option(parser, "--stop", "text before which to stop; may be repeated", default=[], **repeated)
-  option(parser, "--seed", "source of randomness", int, 0)
+  # Of 32 bits without a sign, one more than other integers.
+  text = "source of randomness (default: %(default)s)"
+  parser.add_argument("--seed", type=int, default=0, metavar="N", help=text)
   option(
     parser,
     "--draft",

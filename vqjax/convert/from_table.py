@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vqjax.assign.checks import check_codes
 from vqjax.assign.multiple import code_dtype
-from vqjax.assign.rows import SAMPLE, product_kmeans
+from vqjax.assign.rows import SAMPLE, product_kmeans, rotated_kmeans
 from vqjax.convert.trained_variables import Variables
 from vqjax.embeddings import (
   DPQEmbedding,
@@ -115,7 +115,8 @@ def to_clusters(
   With `second`, the second moment E[h hᵀ] of the hidden states h that multiply the rows, the error
   is E[(h · (row - approximation))²] instead of the squared distance. Each subspace is clustered in
   the metric of its own block; then codes and values descend on the whole error, one subspace at a
-  time. Shared values are clustered by distance, and only the codes descend.
+  time. Shared values are clustered by distance, and only the codes descend. With `rotated` it is
+  optimised product quantisation, in the metric of `second`, of which nothing has to descend.
 
   Args:
     embedding: the embedding whose variables are made.
@@ -127,23 +128,25 @@ def to_clusters(
 
   Raises:
     ValueError: the table has another shape than the embedding, is not finite, or has fewer rows
-      than codes; the embedding is additive, and shared or with `second`.
+      than codes; the embedding is shared, and additive or rotated; it is additive, with `second`.
   """
   _check_table(embedding, table)
   embedding.check()
   by_number = embedding.shared and embedding.subspaces == embedding.dim
   if not by_number:
     check_codes(len(table), embedding.codes)
-  if embedding.additive and embedding.shared:
+  if (embedding.additive or embedding.rotated) and embedding.shared:
+    kind = "rotated" if embedding.rotated else "additive"
     raise ValueError(
-      "`embedding.shared` must be False for clusters of additive codes; got True. Give"
+      f"`embedding.shared` must be False for clusters of {kind} codes; got True. Give"
       " shared=False, or use `reconstruct`."
     )
   if embedding.additive and second is not None:
     raise ValueError(
       "`second` must be None for clusters of additive codes; got a matrix. Give additive=False."
     )
-  subspaces, keys = embedding.subspaces, jax.random.split(key, embedding.subspaces)
+  subspaces, basis = embedding.subspaces, {}
+  keys = jax.random.split(key, subspaces)
 
   def cluster(key, points, weights=weights):
     points = jnp.asarray(points, jnp.float32)
@@ -169,6 +172,15 @@ def to_clusters(
     repeated = None if weights is None else np.tile(weights, subspaces)
     centers, code = cluster(keys[0], np.concatenate(parts), repeated)
     values, codes = centers[None], code.reshape(subspaces, -1).T
+  elif embedding.rotated:
+    values, codes, basis["basis"] = rotated_kmeans(
+      table,
+      embedding.codes,
+      subspaces,
+      key=key,
+      weights=weights,
+      second=second,
+    )
   else:
     values, codes = product_codes(
       table,
@@ -183,7 +195,7 @@ def to_clusters(
     repeated = np.broadcast_to(values, (subspaces, *values.shape[1:]))
     _, codes = _descend(table, repeated, codes, second, weights, fit=False)
   return {
-    "params": {"values": values},
+    "params": {"values": values} | basis,
     "codes": {"codes": codes.astype(code_dtype(embedding.codes))},
   }
 

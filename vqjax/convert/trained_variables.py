@@ -133,11 +133,12 @@ def to_head(
   )
   codes, values = np.asarray(codes), jnp.asarray(small.values)
   fields = {"token_bias": bias is not None} | options
-  if small.subspaces == 1 and small.codes <= small.vocab:
+  if small.subspaces == 1 and small.codes <= small.vocab and small.basis is None:
     head = CodebookHead(small.vocab, small.dim, small.codes, **fields)
     params["codebook"] = values[0]
     return head, {"params": params, "codes": {"assignment": codes[:, 0].astype(np.int32)}}
+  if small.basis is not None:
+    fields, params["basis"] = {"rotated": True} | fields, jnp.asarray(small.basis, jnp.float32)
   head = ProductHead(small.vocab, small.dim, small.codes, small.subspaces, **fields)
-  shape = small.subspaces, small.codes, small.dim // small.subspaces
-  params["tables"] = jnp.broadcast_to(values, shape)
+  params["tables"] = jnp.broadcast_to(values, (small.subspaces, *values.shape[1:]))
   return head, {"params": params, "codes": {"codes": codes.astype(code_dtype(small.codes))}}

@@ -4,6 +4,7 @@
 #
 #   data     V·M codes of `bits` bits each, one after another without gaps
 #   values   [M or 1, K, C], the numbers that codes choose from
+#   basis    [M C, D], by which concatenated vectors are multiplied, if there is one
 #
 #   token v  -->  codes v·M to v·M + M - 1  -->  M vectors of `values`, concatenated or averaged
 #
@@ -27,7 +28,7 @@ from safetensors.numpy import save
 from vqjax import outputs
 from vqjax.embeddings import table_file
 from vqjax.ops import bit_packing, product
-from vqjax.ops.vocabulary import in_vocabulary, value_of
+from vqjax.ops.vocabulary import check_arrays, in_vocabulary, value_of
 
 __all__ = ["CompactEmbedding"]
 
@@ -56,7 +57,7 @@ def write_table(
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=("data", "values", "bias"),
+  data_fields=("data", "values", "bias", "basis"),
   meta_fields=("vocab", "dim", "codes", "subspaces", "additive", "dtype"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,8 @@ class CompactEmbedding:
     additive: whether a vector is the mean of its values; otherwise their concatenation.
     dtype: name of the dtype to which the vectors are rounded.
     bias: float32 [V], the output bias that was trained with the table; None: there is none.
+    basis: float16 or float32 [M C, D], by which concatenated vectors are multiplied; None: there is
+      none.
   """
 
   # Untyped, because transformations put other objects into the leaves of a pytree.
@@ -88,6 +91,7 @@ class CompactEmbedding:
   additive: bool
   dtype: str = "float32"
   bias: Any = None
+  basis: Any = None
 
   @property
   def bits(self) -> int:
@@ -96,9 +100,12 @@ class CompactEmbedding:
 
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""
+    check_arrays(tokens=tokens)
     known, token = in_vocabulary(value_of(tokens), self.vocab)
     code = bit_packing.bit_unpacked_rows(jnp.asarray(self.data), token, self.subspaces, self.bits)
-    vectors = product.compose(code.astype(jnp.int32), jnp.asarray(self.values), self.additive)
+    values, basis = jnp.asarray(self.values), self.basis
+    basis = None if basis is None else jnp.asarray(basis)
+    vectors = product.compose(code.astype(jnp.int32), values, self.additive, basis)
     return jnp.where(known[..., None], vectors.astype(self.dtype), jnp.nan)
 
   def table(self) -> Float[Array, "V D"]:
@@ -107,16 +114,18 @@ class CompactEmbedding:
 
   @property
   def nbytes(self) -> int:
-    """Bytes of codes, values and bias: the length of the file without its header."""
-    return int(sum(x.nbytes for x in (self.data, self.values, self.bias) if x is not None))
+    """Bytes of all arrays: the length of the file without its header."""
+    arrays = self.data, self.values, self.bias, self.basis
+    return int(sum(x.nbytes for x in arrays if x is not None))
 
   def compression_ratio(self) -> float:
-    """Bits of the float32 table over the bits of codes and values.
+    """Bits of the float32 table over the bits of codes and values, and of a basis.
 
     32·V·d / (V·M·log2 K + 32·values), Section 3 of DPQ, where log2 K is not rounded up.
     """
     full = 32 * self.vocab * self.dim
-    return full / (self.vocab * self.subspaces * float(np.log2(self.codes)) + 32 * self.values.size)
+    small = self.vocab * self.subspaces * float(np.log2(self.codes)) + 32 * self.values.size
+    return full / (small + (0 if self.basis is None else 8 * self.basis.nbytes))
 
   def save(self, path: str | os.PathLike[str]) -> None:
     """Write a safetensors file that `load` and `table_file.open_table` read.
@@ -132,6 +141,8 @@ class CompactEmbedding:
         " embedding with one of them."
       )
     tensors = {"values": np.asarray(self.values), "codes": np.asarray(self.data)}
+    if self.basis is not None:
+      tensors["basis"] = np.asarray(self.basis)
     write_table(path, "codes", tensors, self._metadata(), self.bias)
 
   def _metadata(self) -> dict[str, Any]:

@@ -60,9 +60,10 @@ class ComposedEmbedding(Embedding):
     }
 
   def check(self) -> None:
-    if self.inner.vocab != self.vocab:
+    if not isinstance(self.inner, Embedding) or self.inner.vocab != self.vocab:
+      got = self.inner.vocab if isinstance(self.inner, Embedding) else type(self.inner).__name__
       raise ValueError(
-        f"`inner` must have vocab {self.vocab}; got {self.inner.vocab}. Give both the same."
+        f"`inner` must be an embedding of vocab {self.vocab}; got {got}. Give both the same."
       )
     if self.hidden < 1:
       raise ValueError(f"`hidden` must be at least 1; got {self.hidden}. Give a width such as dim.")

@@ -31,6 +31,15 @@ from vqjax.variables import Declaration, Initializer, Variable, by_collection, r
 __all__ = ["DPQEmbedding"]
 
 
+def check_quantizer(quantizer: Any) -> None:
+  """Raise TypeError unless it is a quantiser."""
+  if not isinstance(quantizer, Quantizer):
+    raise TypeError(
+      f"`quantizer` must be a Quantizer; got {type(quantizer).__name__}. Give, for instance,"
+      " SoftmaxQuantizer(codes, subspaces)."
+    )
+
+
 class DPQEmbedding(Embedding):
   """Quantised rows of a trained query table.
 
@@ -63,11 +72,7 @@ class DPQEmbedding(Embedding):
   param_dtype: Dtype = jnp.float32
 
   def __post_init__(self):
-    if not isinstance(self.quantizer, Quantizer):
-      raise TypeError(
-        f"`quantizer` must be a Quantizer; got {type(self.quantizer).__name__}. Give, for instance,"
-        " SoftmaxQuantizer(codes, subspaces)."
-      )
+    check_quantizer(self.quantizer)
     object.__setattr__(self, "quantizer", self.quantizer.of_width(self.dim))
     super().__post_init__()
 

@@ -51,6 +51,10 @@ class GuidedEmbedding(Embedding):
     return {"student": self.student, "table": guide}
 
   def check(self) -> None:
+    if not isinstance(self.student, Embedding):
+      raise TypeError(
+        f"`student` must be an embedding; got {type(self.student).__name__}. Give the one to train."
+      )
     if (self.student.vocab, self.student.dim) != (self.vocab, self.dim):
       raise ValueError(
         f"`student` must have vocab {self.vocab} and dim {self.dim}; got {self.student.vocab} and"

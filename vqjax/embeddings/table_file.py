@@ -15,7 +15,8 @@ It reads the codecs "codes", "int8" and "packed"; `vqjax/tables/container.py` re
 #   tensors    those of the codec, and bias (float32 [V]) if there is one
 #
 #   codec      tensors
-#   codes      codes (bytes), values (float32 [M or 1, K, C])
+#   codes      codes (bytes), values (float32 [M or 1, K, C]), and basis (float16 or float32
+#              [M C, d]) if concatenated values are multiplied by one
 #   int8       levels (int8 [V, d]), scale (float32 [V, d / group])
 #   packed     the arrays of `vqjax.tables.PackedTable`
 #   integers   table.vqjax.PART, which `vqjax.tables.container` reads
@@ -237,9 +238,13 @@ class _Codes(_Rows):
       )
     size = -(-self.vocab * self.subspaces * self.bits // 8)
     self.data = _tensor(path, tensors, "codes", np.uint8, [(size,)])
-    if self.dim % self.subspaces and not self.additive:
+    self.basis = tensors.get("basis")
+    if self.dim % self.subspaces and not self.additive and self.basis is None:
       raise ValueError(f"`M` of {path} must divide d; got {self.subspaces}. Save it again.")
-    width = self.dim if self.additive else self.dim // self.subspaces
+    width = self.dim if self.additive else -(-self.dim // self.subspaces)
+    if self.basis is not None:
+      dtype = np.float16 if self.basis.dtype == np.float16 else np.float32
+      _tensor(path, tensors, "basis", dtype, [(self.subspaces * width, self.dim)])
     shapes = [(q, self.codes, width) for q in (1, self.subspaces)]
     self.values = _tensor(path, tensors, "values", np.float32, shapes)
 
@@ -267,7 +272,8 @@ class _Codes(_Rows):
     parts = self.values[table, codes]
     if self.additive:
       return parts.mean(axis=-2, dtype=np.float32)
-    return parts.reshape(*codes.shape[:-1], self.dim)
+    rows = parts.reshape(*codes.shape[:-1], -1)
+    return rows if self.basis is None else rows @ self.basis.astype(np.float32)
 
 
 class _Int8(_Rows):

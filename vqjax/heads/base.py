@@ -54,8 +54,10 @@ from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import (
   allowed_of,
   check_arrays,
+  check_given,
   check_ignore_index,
   check_mask,
+  check_one_each,
   check_vectors,
   in_vocabulary,
   is_count,
@@ -84,6 +86,8 @@ def _of_rows(hidden: ArrayLike, **option: Any) -> Array | None:
   ((name, value),) = option.items()
   if value is None:
     return None
+  if _is_array(value):
+    check_arrays(**option)
   shape, value = jnp.shape(hidden)[:-1], jnp.asarray(value, jnp.float32)
   try:
     return jnp.broadcast_to(value, shape)
@@ -98,9 +102,9 @@ def _checked_mask(mask: ArrayLike | None, tokens: Array) -> Array | None:
   """A mask as an array with one boolean for each token; None stays None."""
   if mask is None:
     return None
-  mask = jnp.asarray(mask)
+  mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
   check_mask(mask, tokens.shape)
-  return mask
+  return jnp.asarray(mask)
 
 
 def _left_out(
@@ -186,13 +190,12 @@ class Head(VocabularyLayer):
     Raises:
       ValueError: `temperature` is not positive.
     """
-    check_arrays(tokens=tokens)
     check_ignore_index(ignore_index)
     if not _is_array(temperature):
       check_temperature(temperature)
       temperature = float(temperature)
     each = (_of_rows(hidden, temperature=temperature),) if _is_array(temperature) else ()
-    hidden, tokens = self._vectors(hidden), value_of(tokens)
+    hidden, tokens = self._targets(hidden, tokens)
     mask = _checked_mask(mask, tokens)
 
     def body(arrays, hidden, tokens, mask, *each):
@@ -229,9 +232,8 @@ class Head(VocabularyLayer):
       ignore_index: the target of further tokens to leave out, such as -1 or -100; unsigned tokens
         of 8 or 16 bits cannot hold a negative one.
     """
-    check_arrays(tokens=tokens)
     check_ignore_index(ignore_index)
-    hidden, tokens = self._vectors(hidden), value_of(tokens)
+    hidden, tokens = self._targets(hidden, tokens)
     mask = _checked_mask(mask, tokens)
 
     def compute(hidden, tokens, mask):
@@ -347,8 +349,7 @@ class Head(VocabularyLayer):
         rank=found.rank,
       )
 
-    check_arrays(tokens=tokens)
-    return self._on_devices(body, hidden, value_of(tokens))
+    return self._on_devices(body, *self._targets(hidden, tokens))
 
   # Hooks. `arrays` are those of `parts` on this device, `token` is int32 in [0, V).
 
@@ -463,7 +464,7 @@ class Head(VocabularyLayer):
 
   def _vectors(self, hidden: ArrayLike) -> Array:
     """Hidden vectors as an array of JAX, of the right width."""
-    check_arrays(hidden=hidden)
+    check_given(hidden=hidden)
     hidden = jnp.asarray(hidden)
     check_vectors(hidden)
     if hidden.shape[-1] != self.dim:
@@ -472,6 +473,13 @@ class Head(VocabularyLayer):
         " Give the head the width of the model."
       )
     return hidden
+
+  def _targets(self, hidden: ArrayLike, tokens: ArrayLike) -> tuple[Array, Array]:
+    """Hidden vectors, and one token for each of them."""
+    check_arrays(tokens=tokens)
+    hidden, tokens = self._vectors(hidden), value_of(tokens)
+    check_one_each(hidden, tokens)
+    return hidden, tokens
 
   def _check_k(self, k: int) -> None:
     if not is_count(k) or not 1 <= k <= self.vocab:

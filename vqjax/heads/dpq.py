@@ -18,7 +18,7 @@ from flax import linen as nn
 
 from vqjax.assign.text import TextStats
 from vqjax.embeddings.compact import CompactEmbedding
-from vqjax.embeddings.dpq import DPQEmbedding
+from vqjax.embeddings.dpq import DPQEmbedding, check_quantizer
 from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
 from vqjax.ops.row_factory import RowFactory
@@ -48,6 +48,10 @@ class DPQHead(LinearHead):
   use_bias: bool = False
   query_init: Initializer = row_init
   bias_init: Initializer = nn.initializers.zeros_init()
+
+  def check(self) -> None:
+    super().check()
+    check_quantizer(self.quantizer)
 
   def declare(self) -> Declaration:
     """The query table and the quantiser of the rows, and the bias [V]."""

@@ -20,6 +20,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from vqjax.assign import trees
+from vqjax.assign.checks import Given
 from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import sampling, vocab_parallel
@@ -66,7 +67,13 @@ class HierarchicalHead(Head):
     }
 
   def check(self) -> None:
-    leaves = len(_tree(self.tree, self.vocab).tokens)
+    made = self.tree if isinstance(self.tree, type | Given) else _tree(self.tree, self.vocab)
+    if not isinstance(made, trees.BinaryTree):
+      raise ValueError(
+        f"`tree` must be a function that makes a BinaryTree; got {made!r}. Take trees.balanced or"
+        " trees.Huffman(counts)."
+      )
+    leaves = len(made.tokens)
     if leaves != self.vocab:
       raise ValueError(
         f"`tree` must have vocab={self.vocab} leaves; got {leaves}. Take trees.balanced or"

@@ -9,11 +9,15 @@
 #   few vectors          hidden · every sub-vector, [M, K, *B], and for each token the sum of the M
 #                        numbers that its codes name: no row exists         (`ProductHead._scores`)
 #
+# With `rotated` rows are composed vectors times `basis`, by which a hidden vector is multiplied
+# once instead: no row is.
+#
 # `LearnedProductHead` has latent rows [V, D] instead of codes: the codes of a row are its nearest
 # sub-vectors, found once a call for all tiles, and it gets the gradient of the row they compose.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +33,7 @@ from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
 from vqjax.assign.text import TextStats
 from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
-from vqjax.ops import device, product, sampling, vocab_parallel
+from vqjax.ops import device, product, quantize, sampling, softmax, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocabulary import mean_over
@@ -61,9 +65,11 @@ class _ProductTables(LinearHead):
   table_init: Initializer = sub_vector_init
   bias_init: Initializer = nn.initializers.zeros_init()
 
+  rotated = False  # a field of `ProductHead`
+
   def declare(self) -> Declaration:
     """The tables [M, K, D/M] and the bias [V]."""
-    shape = self.subspaces, self.codes, self.dim // self.subspaces
+    shape = self.subspaces, self.codes, product.part_width(self.dim, self.subspaces)
     axes = "subspaces", "sub_codes", "sub_embed"
     declared = {"tables": Variable(shape, axes, self.table_init, self.param_dtype)}
     if self.token_bias:
@@ -72,6 +78,8 @@ class _ProductTables(LinearHead):
 
   def _of_text(self, text: TextStats) -> dict[str, Any]:
     """The tables of product codes of contexts, and each token's frequency."""
+    if self.rotated:
+      return super()._of_text(text)
     tables, _ = text.products(self.codes, self.subspaces, self.dim)
     return super()._of_text(text) | {"table_init": tables}
 
@@ -79,11 +87,20 @@ class _ProductTables(LinearHead):
     super().check()
     if self.codes < 1:
       raise ValueError(f"`codes` must be at least 1; got {self.codes}. 256 is usual.")
-    if self.subspaces < 1 or self.dim % self.subspaces:
+    if self.rotated and not 1 <= self.subspaces <= self.dim:
+      raise ValueError(
+        f"`subspaces` must be in [1, dim {self.dim}]; got {self.subspaces}. Give dim / 8."
+      )
+    if self.subspaces < 1 or (not self.rotated and self.dim % self.subspaces):
       raise ValueError(
         f"`subspaces` must divide dim {self.dim}; got {self.subspaces}. Give one of"
         f" {[m for m in range(1, self.dim + 1) if self.dim % m == 0]}."
       )
+
+
+def _rotated(codes_WM, shared):
+  tables_MKC, basis_PD = shared
+  return product.compose(codes_WM, tables_MKC, basis=basis_PD)
 
 
 class ProductHead(_ProductTables):
@@ -98,20 +115,46 @@ class ProductHead(_ProductTables):
 
   Attributes:
     codes_init: (vocab, codes, subspaces) -> int [V, M], or the array.
+    rotated: multiply the composed vectors by a trainable matrix `basis`; M need not divide D.
   """
 
   codes_init: Callable[[int, int, int], np.ndarray] | np.ndarray | Array = mixed_radix
+  rotated: bool = dataclasses.field(default=False, kw_only=True)
 
   def declare(self) -> Declaration:
-    """The tables [M, K, D/M], the bias [V] and the codes [V, M]."""
+    """The tables [M, K, D/M], the bias [V], the codes [V, M] and the basis [M C, D]."""
     v, k, m = self.vocab, self.codes, self.subspaces
     make = lambda: checked_codes(np.asarray(self.codes_init(v, k, m)), v, k, m)
-    return super().declare() | {
+    declared = super().declare() | {
       "codes": integer_variable((v, m), ("vocab", "subspaces"), make, code_dtype(k), pad_value=0)
     }
+    if self.rotated:
+      shape = m * product.part_width(self.dim, m), self.dim
+      declared["basis"] = Variable(shape, ("rank", "embed"), row_init, self.param_dtype)
+    return declared
+
+  def flops_per_token(self) -> int:
+    """One product of composed width for each token, and that with the basis."""
+    width = self.subspaces * product.part_width(self.dim, self.subspaces)
+    return 2 * width * (self.vocab + self.rotated * self.dim)
+
+  def _projected(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> Float[Array, "*B P"]:
+    if "basis" not in arrays:
+      return hidden
+    basis = arrays["basis"]
+    dtype = self.dtype or jnp.promote_types(hidden.dtype, basis.dtype)
+    return softmax.linear_scores(hidden, basis, dtype=dtype).astype(dtype)
+
+  def _linear(self, arrays: Arrays) -> tuple[RowFactory, Float[Array, "V"] | None]:
+    if "basis" not in arrays:
+      return super()._linear(arrays)
+    shared = arrays["tables"], arrays["basis"]
+    return RowFactory(arrays["codes"], shared, _rotated), arrays["bias"]
 
   def _of_text(self, text: TextStats) -> dict[str, Any]:
     found = super()._of_text(text)
+    if self.rotated:
+      return found
     if not self._is_free("codes_init"):
       # The tables belong to other codes.
       return found | {"table_init": None}
@@ -127,6 +170,7 @@ class ProductHead(_ProductTables):
     if not product.prefers_sums(math.prod(batch), self.subspaces, self.dim):
       return super()._scores(arrays, hidden)
     codes, bias, tables = arrays["codes"], arrays["bias"], arrays["tables"]
+    hidden = self._projected(arrays, hidden)
     dtype = self._operand_dtype(hidden, tables)
     partial_MKB = product.partial_scores(hidden, tables, dtype)
     # The cap is of the sum, not of its parts.
@@ -189,7 +233,13 @@ class LearnedProductHead(_ProductTables):
     latent_ND = vocab_parallel.sharded_lookup(arrays["latent"], token_N, self.vocab_axis)
     # Of the commitment the latent row alone has a gradient: the loss moves the tables.
     tables = lax.stop_gradient(arrays["tables"])
-    row_ND = product.compose(product.nearest_codes(lax.stop_gradient(latent_ND), tables), tables)
-    distance_N = ((latent_ND - row_ND).astype(jnp.float32) ** 2).sum(axis=-1)
+
+    def distances(latent_ND):
+      codes = product.nearest_codes(lax.stop_gradient(latent_ND), tables)
+      row_ND = product.compose(codes, tables)
+      return ((latent_ND - row_ND).astype(jnp.float32) ** 2).sum(axis=-1)
+
+    # Of 2^13 tokens at once: TPUs hold each of the M parts of a row in 128 numbers.
+    distance_N = quantize.in_chunks(distances, latent_ND, max(1, tiles.most_scores() >> 13))
     commitment = self.commitment * mean_over(distance_N, known.reshape(-1))
     return log_prob, terms | {"commitment": commitment}

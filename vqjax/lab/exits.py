@@ -136,9 +136,10 @@ def explained(error: BaseException, out_of_memory: str = MORE_MEMORY) -> tuple[i
   """
   text = str(error)
   for argument in sys.argv[1:]:
-    # A name with ends of lines would begin the last line anew.
-    if len(argument) > 1 and argument in text:
-      text = text.replace(argument, one_line(argument))
+    # A name with ends of lines would begin the last line anew, that of a file in its folder too.
+    for name in (argument, os.path.basename(argument)):
+      if len(name) > 1 and name in text:
+        text = text.replace(name, one_line(name))
   if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "bad_alloc" in text:
     _keep(error)
     first = text.splitlines()[0][:200] if text else type(error).__name__
@@ -160,7 +161,9 @@ def explained(error: BaseException, out_of_memory: str = MORE_MEMORY) -> tuple[i
     _keep(error)
     first = text.splitlines()[0][:300].rstrip(".:")
     return 2, f"{first}. Check the folder and its disk, and run again."
-  if isinstance(error, (ValueError, ImportError, OSError)):
+  # A TypeError of this project begins with the argument.
+  is_own = isinstance(error, TypeError) and text.startswith("`")
+  if is_own or isinstance(error, (ValueError, ImportError, OSError)):
     return 2, text
   if hasattr(error, "exit_code"):
     return error.exit_code, text

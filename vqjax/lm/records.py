@@ -375,4 +375,7 @@ def disk_error(error: Exception, folder: pathlib.Path, last_good: int | None = N
   else:
     return error
   kept = "" if last_good is None else f" Checkpoint {last_good} is complete and kept."
-  return OSError(code, message + kept, str(folder))
+  # Not with the number and the folder, around which Python would put further words.
+  explained = OSError(f"{folder}: {message}{kept}")
+  explained.errno = code
+  return explained

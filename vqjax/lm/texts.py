@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -28,7 +29,9 @@ def data_path(path: str, kind: str = "path") -> pathlib.Path:
   """
   if not path:
     raise ValueError(f"`{kind}` must name a file or folder; got an empty path. Give one.")
-  here = pathlib.Path(path).expanduser()
+  here = pathlib.Path(path)
+  with contextlib.suppress(RuntimeError):  # ~name of nobody
+    here = here.expanduser()
   if here.exists():
     return here
   root = os.environ.get("VQJAX_DATA")
@@ -45,8 +48,10 @@ def read_text(path: pathlib.Path) -> str:
   """Return a file's text with `\\n` line ends and without a byte-order mark.
 
   Raises:
-    ValueError: the file is not UTF-8; the message names the file and the byte offset.
+    ValueError: it is a device, or not UTF-8; the message names the file and the byte offset.
   """
+  if path.is_char_device() or path.is_block_device():  # some never end
+    raise ValueError(f"{path} must be a file of text; got a device. Give a file, or a pipe.")
   return _decoded(path.read_bytes(), path).removeprefix("\ufeff").replace("\r\n", "\n")
 
 

@@ -41,7 +41,7 @@ from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.sampling import Blocks
 from vqjax.ops.scores import ScoreOptions, check_softcap, exp_shift
 from vqjax.ops.tiles import Linear
-from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers
+from vqjax.ops.vocabulary import TokenWeight, check_given, check_numbers
 from vqjax.types import Dtype
 
 __all__ = [
@@ -182,8 +182,7 @@ def layers_of(student: Side, teacher: Side, options: ScoreOptions) -> tuple[Line
     TypeError: as `Linear.of`.
   """
   for side in (student, teacher):
-    operands = {"hidden": side.hidden, "weight": side.weight, "bias": side.bias}
-    check_arrays(**{side.prefix + name: operand for name, operand in operands.items()})
+    check_given(**{f"{side.prefix}hidden": side.hidden})
   if student.hidden.shape[:-1] != teacher.hidden.shape[:-1]:
     raise ValueError(
       f"`teacher_hidden` must have the leading axes of `hidden` {student.hidden.shape}; got"

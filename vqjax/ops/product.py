@@ -2,8 +2,9 @@
 
 Row v is the concatenation of M sub-vectors; the m-th is the vector of table m with the index that
 code m of v gives. One table may serve all m, and vectors of full width may be averaged instead of
-concatenated. While codes are learned, a latent row may determine them: the nearest sub-vectors
-compose the row, and the latent row gets the gradient of the row (straight-through).
+concatenated. The concatenation may be multiplied by a basis, [M C, D]. While codes are learned, a
+latent row may determine them: the nearest sub-vectors compose the row, and the latent row gets the
+gradient of the row (straight-through).
 """
 
 from __future__ import annotations
@@ -21,10 +22,22 @@ __all__ = []
 
 
 def compose(
-  codes: Integer[Array, "*W M"], tables: Float[Array, "Q K C"], additive: bool = False
+  codes: Integer[Array, "*W M"],
+  tables: Float[Array, "Q K C"],
+  additive: bool = False,
+  basis: Float[Array, "P D"] | None = None,
 ) -> Float[Array, "*W D"]:
-  """Rows from their codes: M concatenated vectors, or their mean; Q is M or 1."""
-  return joined(chosen_parts(codes, tables), additive)
+  """Rows from their codes: M concatenated vectors, or their mean, in a basis; Q is M or 1."""
+  rows = joined(chosen_parts(codes, tables), additive)
+  if basis is None:
+    return rows
+  # A TPU or GPU would round the operands to fewer bits.
+  return jnp.matmul(rows, basis.astype(rows.dtype), precision=lax.Precision.HIGHEST)
+
+
+def part_width(dim: int, subspaces: int) -> int:
+  """Width of the sub-vectors of a row; where M does not divide D they are wider than the row."""
+  return -(-dim // subspaces)
 
 
 def chosen_parts(

@@ -145,8 +145,15 @@ def _tiled_sum(terms, cut, layer, row_PN, token_weight_PN):
   outputs = Outputs(mean=terms.label_smoothing > 0)
   stats = statistics.distribution(outputs, cut, (layer,), row_PN)
   loss_PN = terms.of(stats.log_prob, stats.log_z, stats.mean_log_prob)
-  # `where`, because the loss of a token that is left out may be nan, and nan · 0 too.
-  return jnp.where(token_weight_PN == 0, 0.0, loss_PN * token_weight_PN).sum()
+  return (_of_counted(loss_PN, token_weight_PN) * token_weight_PN).sum()
+
+
+def _of_counted(loss, token_weight):
+  """Losses, 0 for tokens of weight 0, whose own may be nan or inf.
+
+  Before the product: its gradient in the weight is the loss, and 0 · nan is nan.
+  """
+  return jnp.where(token_weight == 0, 0.0, loss)
 
 
 def _plan(terms, cut, layer):
@@ -243,8 +250,9 @@ def _forward(plan, layer, token_weight_PN, row_PN):
   last = tokens.upto(layer.counted)
   sums, d_hidden, loss = lax.fori_loop(np.int32(0), last, token_step, start)
   # A token outside of the vocabulary makes the sum nan, and has no gradient.
-  value = unit * jnp.where(token_weight == 0, 0.0, loss * token_weight).sum()
+  value = unit * (_of_counted(loss, token_weight) * token_weight).sum()
   d_hidden, loss = (tokens.join(x) for x in (d_hidden, loss))
+  loss = _of_counted(loss, token_weight_PN)
   if shards > 1:
     sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
   # Empty arrays carry the dtypes of the operands.

@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from vqjax.ops import vocab_parallel
-from vqjax.ops.vocabulary import check_arrays, value_of
+from vqjax.ops.vocabulary import check_given, value_of
 
 __all__ = ["RowFactory", "columns"]
 
@@ -208,7 +208,7 @@ def columns(kernel: Float[Array, "D V"]) -> RowFactory:
   Raises:
     TypeError: `kernel` is not an array.
   """
-  check_arrays(kernel=kernel)
+  check_given(kernel=kernel)
   return _Columns(value_of(kernel), (), _transposed)
 
 
@@ -224,5 +224,5 @@ def as_row_factory(weight: Array | RowFactory) -> RowFactory:
   """
   if isinstance(weight, RowFactory):
     return weight
-  check_arrays(weight=weight)
+  check_given(weight=weight)
   return RowFactory(value_of(weight), (), None)

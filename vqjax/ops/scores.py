@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from vqjax.ops.precision import check_precision
-from vqjax.ops.vocabulary import check_numbers
+from vqjax.ops.vocabulary import check_numbers, is_count
 from vqjax.types import Dtype
 
 __all__ = ["OutputFunction", "ScoreOptions", "SigSoftmax", "SigmoidCap"]
@@ -69,11 +69,23 @@ class SigmoidCap(OutputFunction):
     cap: upper limit of the result, c.
     width: scale of the raw scores.
     shift: added to the raw scores.
+
+  Raises:
+    ValueError: `cap` or `width` is not positive and finite.
+    TypeError: an attribute is not a Python number.
   """
 
   cap: float | int = 23.0
   width: float | int = 7.5
   shift: float | int = 5.0
+
+  def __post_init__(self):
+    check_numbers(cap=self.cap, width=self.width, shift=self.shift)
+    if not (_LEAST <= self.cap <= _MOST and _LEAST <= self.width <= _MOST):
+      raise ValueError(
+        f"`cap` and `width` must be positive and finite; got {self.cap} and {self.width}. 23 and"
+        " 7.5 are usual."
+      )
 
   def __call__(self, score: Float[Array, "..."]) -> Float[Array, "..."]:
     """The capped scores."""
@@ -135,7 +147,7 @@ class ScoreOptions:
     vocab_axis: mesh axis over which the rows are sharded. Inside of a `jax.shard_map` over it,
       weight and bias are the device's own rows, and tokens count over all devices' rows.
     scratch: bytes of scores that each device may keep for the gradient, instead of computing them
-      again; None: as suits the device.
+      again; None: as suits the device. Losses against a teacher or several targets keep nothing.
     precision: of the matrix products, a name of `jax.default_matmul_precision` such as "highest";
       None: JAX's default. It rounds float32 operands to TF32 on GPUs and to bfloat16 on TPUs:
       log-probabilities were up to 4.5e-3 nats off on an H200. CPUs do not round.
@@ -181,7 +193,7 @@ class ScoreOptions:
         )
       # A list cannot be hashed, as a static argument of `jax.jit` must be.
       object.__setattr__(self, "tile", tuple(sides))
-    if self.scratch is not None and not (isinstance(self.scratch, int) and self.scratch >= 0):
+    if self.scratch is not None and not (is_count(self.scratch) and self.scratch >= 0):
       raise ValueError(
         f"`scratch` must be a number of bytes, an int of at least 0; got {self.scratch!r}. 0 keeps"
         " no scores, None suits the device."

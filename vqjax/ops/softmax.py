@@ -23,7 +23,14 @@ from vqjax.ops.row_factory import RowFactory, as_row_factory, columns
 from vqjax.ops.scores import OutputFunction, ScoreOptions
 from vqjax.ops.statistics import LinearSoftmax, Outputs
 from vqjax.ops.tiles import Linear, default_tile
-from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary, is_count
+from vqjax.ops.vocabulary import (
+  TokenWeight,
+  check_arrays,
+  check_given,
+  check_numbers,
+  in_vocabulary,
+  is_count,
+)
 from vqjax.types import Dtype
 
 __all__ = [
@@ -141,7 +148,8 @@ def linear_softmax(
     rank: whether to compute the rank of the token. Scores that differ by no more than their
       rounding count as equal.
     scratch: bytes of scores that each device may keep for the gradient, instead of computing them
-      again; None: as suits the device (`vqjax.ops.device`).
+      again; None: as suits the device (`vqjax.ops.device`). Beside `top_k`, or where a mask lets
+      tiles of tokens be left out, nothing is kept.
     tile: (tokens, vocabulary rows) that are scored at once on each device, of which nothing is
       kept; None: `default_tile`.
     dtype: dtype of the matrix products' operands, to which each tile is cast: float32 parameters
@@ -174,7 +182,8 @@ def linear_softmax(
 
 def _softmax(hidden, weight, tokens, bias, mask, options, outputs) -> LinearSoftmax:
   """`linear_softmax` where the axes of the mesh are automatic."""
-  check_arrays(tokens=tokens, mask=mask)
+  check_given(tokens=tokens)
+  check_arrays(mask=mask)
   layer = Linear.of(hidden, weight, bias, options, tokens)
   if not is_count(outputs.top_k) or not 0 <= outputs.top_k <= min(128, layer.vocab):
     raise ValueError(
@@ -264,7 +273,8 @@ def linear_cross_entropy(
       not a number of bytes.
     TypeError: as `linear_softmax`.
   """
-  check_arrays(hidden=hidden, tokens=tokens, token_weight=token_weight, class_weight=class_weight)
+  check_given(hidden=hidden, tokens=tokens)
+  check_arrays(mask=mask, token_weight=token_weight, class_weight=class_weight)
   check_numbers(label_smoothing=label_smoothing, z_loss=z_loss)
   if not 0 <= label_smoothing < 1:
     raise ValueError(f"`label_smoothing` must be in [0, 1); got {label_smoothing}. 0.1 is usual.")

@@ -32,7 +32,13 @@ from vqjax.ops.distillation import SoftTargetLoss
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.tiles import Linear
-from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary
+from vqjax.ops.vocabulary import (
+  TokenWeight,
+  check_arrays,
+  check_given,
+  check_numbers,
+  in_vocabulary,
+)
 
 __all__ = [
   "TokenLogProbs",
@@ -146,7 +152,8 @@ def linear_sparse_target_loss(
   Raises:
     ValueError: as `linear_softmax`, `probs` has another shape than `tokens`, or `rest` is unknown.
   """
-  check_arrays(tokens=tokens, probs=probs)
+  check_given(hidden=hidden, tokens=tokens, probs=probs)
+  check_arrays(mask=mask, token_weight=token_weight)
   _check_rest(rest)
   if probs.shape != tokens.shape:
     raise ValueError(
@@ -288,7 +295,7 @@ _ABSENT = -(2**30)
 
 def _layer(hidden, weight, tokens, bias, options) -> Linear:
   """The layer, whose distributions have k tokens each."""
-  check_arrays(hidden=hidden, tokens=tokens)
+  check_given(hidden=hidden, tokens=tokens)
   batch = hidden.shape[:-1]
   if tokens.ndim != hidden.ndim or tokens.shape[:-1] != batch or tokens.shape[-1] < 1:
     raise ValueError(

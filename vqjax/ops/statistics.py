@@ -89,14 +89,19 @@ class _Plan(NamedTuple):
   Attributes:
     outputs: the statistics to compute.
     cut: tile and token shards.
-    fuses: whether reductions fuse into the product of the scores.
+    limits: those of the device; a compiled pass for others is another one.
     kept: number of tiles of rows whose scores are kept for the gradient.
   """
 
   outputs: Outputs
   cut: tiles.Cut
-  fuses: bool
+  limits: device.Device
   kept: int
+
+  @property
+  def fuses(self) -> bool:
+    """Whether reductions fuse into the product of the scores."""
+    return self.limits.fuses
 
 
 class _Pass(NamedTuple):
@@ -118,7 +123,7 @@ def distribution(
 ) -> LinearSoftmax:
   """Statistics of tokens in shards; the body of `tiles.on_each_device`."""
   (layer,) = layers
-  plan = _Plan(outputs, cut, device.current().fuses, 0)
+  plan = _Plan(outputs, cut, device.current(), 0)
   # A given tile is a given limit of memory; the best tokens have a gradient in tiles alone.
   if layer.options.tile is None and not outputs.top_k and layer.counted is None:
     plan = _keeping(plan, layer)
@@ -139,7 +144,7 @@ def distribution(
 
 def _keeping(plan, layer):
   """The plan with as many tiles of rows as fit the bytes of scores that may be kept."""
-  limits, (n, v) = device.current(), (layer.hidden.shape[1], layer.weight.count)
+  limits, (n, v) = plan.limits, (layer.hidden.shape[1], layer.weight.count)
   scratch = layer.options.scratch
   fitting = (limits.kept if scratch is None else scratch) // tiles.score_bytes(layer.options.dtype)
   tile = plan.cut.tile

@@ -52,7 +52,7 @@ from vqjax.ops import device, precision, symbolic, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded, TokenShards, varying
-from vqjax.ops.vocabulary import check_arrays, check_vectors
+from vqjax.ops.vocabulary import check_arrays, check_given, check_one_each, check_vectors
 from vqjax.types import Dtype
 
 __all__ = ["default_tile"]
@@ -162,6 +162,8 @@ class Linear:
     """
     check_arrays(**{prefix + "hidden": hidden, prefix + "bias": bias})
     check_vectors(hidden, f"{prefix}hidden")
+    if not isinstance(weight, RowFactory):
+      check_given(**{prefix + "weight": weight})
     weight = as_row_factory(weight)
     rows = jax.eval_shape(RowFactory.all, weight)
     shape = rows.shape
@@ -174,16 +176,14 @@ class Linear:
       raise ValueError(
         f"`{prefix}weight` must have at least 1 row; got {shape}. A softmax needs a vocabulary."
       )
+    check_vectors(rows, f"{prefix}weight")
     if bias is not None and bias.shape != shape[:1]:
       raise ValueError(
         f"`{prefix}bias` must be [{shape[0]}] for `{prefix}weight` {shape}; got {bias.shape}. Give"
         " one number for each row."
       )
-    if tokens is not None and hidden.shape[:-1] != tokens.shape:
-      raise ValueError(
-        f"`hidden` must have the shape {tokens.shape} of `tokens` and one more axis; got"
-        f" {hidden.shape}. Give one vector for each token."
-      )
+    if tokens is not None:
+      check_one_each(hidden, tokens)
     return cls(hidden, weight, bias, options.resolved(hidden, rows))
 
   @property
@@ -225,7 +225,7 @@ def on_each_device(
 
   def local(rows, hiddens, tokens, kept, per_token):
     inside, shards = vocab_parallel.inside(axis), vocab_parallel.token_shards(axis)
-    order, size = None, -(-n // shards.count)
+    order, size = None, max(1, -(-n // shards.count))
     if kept is not None and cut_tile(options.tile, size, 1, masked=True).tokens < size:
       order = _Order.of(shards.split(kept.reshape(n)))
     given = rows, hiddens, tokens
@@ -671,6 +671,9 @@ def tile_rows(cut: Cut, layer: Linear, start: Array) -> TileRows:
     # Without the barrier XLA folds the transposition into each product, which would then read the
     # weight across its rows.
     transposed = lax.optimization_barrier(weight_vD.T)
+    if layer.weight.axis == 1:
+      # Columns are one already, and XLA has no product of bfloat16 into which one is folded.
+      weight_vD = lax.optimization_barrier(weight_vD)
   return TileRows(weight_vD, transposed, None if bias_v is None else bias_v[:, None, None])
 
 
@@ -725,7 +728,11 @@ def _add_tile(sums, rows, hidden_PnD, d_vPn, index):
 
 def _store_rows(gradient, sums, layer, start):
   """The gradient of a layer with the sums of a tile of rows added."""
-  weight = layer.weight.add_gradient(gradient.weight, start, sums.weight.sum(axis=0))
+  d_rows = sums.weight.sum(axis=0)
+  if layer.weight.axis == 1 and _reads_rows():
+    # The transposition would be folded into the product, as in `tile_rows`.
+    d_rows = lax.optimization_barrier(d_rows)
+  weight = layer.weight.add_gradient(gradient.weight, start, d_rows)
   bias = gradient.bias
   if bias is not None:
     update = sums.bias.sum(axis=1)

@@ -18,13 +18,62 @@ __all__ = ["in_vocabulary"]
 
 
 def check_arrays(**arrays: Any) -> None:
-  """Raise TypeError unless each argument is an array of JAX or NumPy, or None."""
+  """Check that each argument is None, or an array of JAX or NumPy of real numbers.
+
+  Raises:
+    TypeError: it is something else, or of numbers that JAX lacks.
+    ValueError: a float has fewer than 16 bits, or an integer fewer than 8.
+  """
   for name, array in arrays.items():
+    if array is None:
+      continue
     # PyTorch's arrays have a shape, and a method that JAX's do not have.
-    if array is not None and (not hasattr(array, "shape") or hasattr(array, "detach")):
+    if not hasattr(array, "shape") or hasattr(array, "detach"):
       raise TypeError(
         f"`{name}` must be an array; got {type(array).__name__}. Use jnp.asarray({name})."
       )
+    if not is_real(array):
+      raise TypeError(
+        f"`{name}` must be an array of real numbers that JAX has; got {type(array).__name__} of"
+        f" {array.dtype}. Use jnp.asarray(np.asarray({name}, np.float32)), or integers for tokens."
+      )
+    kind, least, wide = jnp.iinfo, 8, "int32"
+    if jnp.issubdtype(array.dtype, jnp.floating):
+      kind, least, wide = jnp.finfo, 16, "bfloat16"
+    if array.dtype != bool and kind(array.dtype).bits < least:
+      raise ValueError(
+        f"`{name}` must have at least {least} bits a number; got {array.dtype}. Cast it to {wide}."
+      )
+
+
+def is_real(array: Any) -> bool:
+  """Whether it holds integers, floats or booleans that JAX has, and none of them is masked."""
+  if isinstance(array, np.ma.MaskedArray):
+    return False
+  dtype = array.dtype
+  if dtype == np.bool_ or not jnp.issubdtype(dtype, np.number):
+    return dtype == np.bool_
+  # Differences of dates are integers to NumPy. JAX has no numbers of 128 bits, nor swapped bytes.
+  return dtype.kind not in "mc" and dtype.itemsize <= 8 and dtype.isnative
+
+
+def host_array(name: str, array: Any) -> np.ndarray:
+  """The array of NumPy of any library's array or of a list; its name is for messages.
+
+  Raises:
+    TypeError: it is not one of real numbers.
+  """
+  try:
+    found = array if isinstance(array, np.ndarray) else np.asarray(array)
+  except (TypeError, ValueError):
+    found = None
+  if found is None or not is_real(found):
+    kind = "" if found is None else f" of {found.dtype}"
+    raise TypeError(
+      f"`{name}` must be an array of real numbers; got {type(array).__name__}{kind}. Convert it to"
+      " float32 or to integers."
+    )
+  return found
 
 
 def value_of(array: Any) -> Any:
@@ -35,8 +84,8 @@ def value_of(array: Any) -> Any:
   returned as it is.
   """
   is_other = isinstance(array, np.ndarray) or hasattr(array, "__jax_array__")
-  # Arrays of objects and of texts are refused by name where they are read.
-  if not is_other or (isinstance(array, np.ndarray) and array.dtype.kind in "OSU"):
+  # Arrays of objects, texts or dates are refused by name where they are read.
+  if not is_other or (isinstance(array, np.ndarray) and not is_real(array)):
     return array
   if isinstance(array, np.ndarray) and array.dtype.kind in "iu":
     held = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
@@ -68,7 +117,7 @@ def check_numbers(**options: Any) -> None:
         f"`{name}` must be a Python number, which chooses the program; got a traced one. Make it"
         " static: jax.jit(..., static_argnames=...)."
       )
-    if not isinstance(option, numbers.Real):
+    if not isinstance(option, numbers.Real) or isinstance(option, bool):
       given = f"an array of shape {option.shape}" if hasattr(option, "shape") else repr(option)
       raise TypeError(
         f"`{name}` must be a Python number, one for all tokens; got {given}. Use float({name})."
@@ -81,11 +130,18 @@ def key_of(key: Any) -> Any:
   Raises:
     TypeError: it is not a key of `jax.random`.
   """
-  dtype = getattr(key, "dtype", None)
-  if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+  dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+  is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+  # The default keys are of as many numbers.
+  if (
+    shape != ()
+    if is_key
+    else dtype != np.uint32 or shape != jax.eval_shape(jax.random.PRNGKey, 0).shape
+  ):
+    given = repr(key) if shape is None else f"{dtype} of shape {shape}"
+    raise TypeError(f"`key` must be a key of jax.random; got {given}. Use jax.random.key(0).")
+  if is_key:
     return key
-  if dtype != np.uint32 or not key.ndim:
-    raise TypeError(f"`key` must be a key of jax.random; got {key!r}. Use jax.random.key(0).")
   return jax.random.wrap_key_data(key)
 
 
@@ -116,29 +172,38 @@ def is_count(number: Any) -> bool:
   return isinstance(number, numbers.Integral) and not isinstance(number, bool | np.bool_)
 
 
-def _check_given(array: Any, name: str) -> None:
-  """Raise TypeError unless an argument that is needed is an array."""
-  check_arrays(**{name: array})
-  if array is None:
-    raise TypeError(f"`{name}` must be an array; got None. Only optional arguments may be None.")
+def check_given(**arrays: Any) -> None:
+  """Raise TypeError unless each argument, which is needed, is an array as of `check_arrays`."""
+  check_arrays(**arrays)
+  for name, array in arrays.items():
+    if array is None:
+      raise TypeError(f"`{name}` must be an array; got None. Only optional arguments may be None.")
 
 
 def check_vectors(vectors: Array, name: str = "hidden") -> None:
   """Raise ValueError unless vectors are floats of at least 16 bits, of some width."""
-  _check_given(vectors, name)
+  check_given(**{name: vectors})
   if not jnp.issubdtype(vectors.dtype, jnp.floating) or not vectors.ndim or not vectors.shape[-1]:
+    remedy = "Look token ids up in an embedding first"
     raise ValueError(
-      f"`{name}` must be floating-point vectors; got {vectors.dtype} of shape {vectors.shape}. Look"
-      " token ids up in an embedding first."
+      f"`{name}` must be floating-point vectors; got {vectors.dtype} of shape {vectors.shape}."
+      f" {remedy if name.endswith('hidden') else 'Cast it to float32'}."
     )
-  if vectors.dtype.itemsize < 2:
+
+
+def check_one_each(hidden: Array, tokens: Array) -> None:
+  """Raise ValueError unless there is one vector for each token."""
+  check_given(tokens=tokens)
+  if hidden.shape[:-1] != tokens.shape:
     raise ValueError(
-      f"`{name}` must have at least 16 bits a number; got {vectors.dtype}. Cast it to bfloat16."
+      f"`hidden` must have the shape {tokens.shape} of `tokens` and one more axis; got"
+      f" {hidden.shape}. Give one vector for each token."
     )
 
 
 def check_mask(mask: Array, shape: Shape) -> None:
-  """Raise ValueError unless a mask has one boolean for each token."""
+  """Raise ValueError unless a mask has one boolean for each token; TypeError for no array."""
+  check_arrays(mask=mask)
   if mask.shape != shape or mask.dtype != bool:
     raise ValueError(
       f"`mask` must be bool of shape {shape}, one for each token; got {mask.dtype} of shape"
@@ -218,7 +283,7 @@ def widened(tokens: Integer[Array, "*B"]) -> Integer[Array, "*B"]:
   Raises:
     ValueError: the tokens are not integers.
   """
-  _check_given(tokens, "tokens")
+  check_given(tokens=tokens)
   if not jnp.issubdtype(tokens.dtype, jnp.integer):
     raise ValueError(f"`tokens` must be integers; got {tokens.dtype}. Cast them to int32.")
   return tokens.astype(jnp.int64 if jnp.iinfo(tokens.dtype).bits > 32 else jnp.int32)

@@ -297,7 +297,7 @@ class Coordinates:
     row_group, steps = row_group_steps(self._p, self._basis.scale)
     step = steps[row_group]
     largest_of = lambda rows: float(np.abs(self._scaled(rows, step[rows])).max())
-    return max(entropy_coder.side_by_side(largest_of, _ranges(self.shape[0])))
+    return max(container.side_by_side(largest_of, _ranges(self.shape[0])))
 
   def coded(self, step: float) -> CodedTable:
     """The integers of a step.
@@ -316,7 +316,7 @@ class Coordinates:
     def of_block(rows):
       return rows, search(self._scaled(rows, steps[row_group[rows]]), row_group[rows])
 
-    for rows, found in entropy_coder.side_by_side(of_block, _ranges(self.shape[0])):
+    for rows, found in container.side_by_side(of_block, _ranges(self.shape[0])):
       levels[rows[0] : rows[-1] + 1] = found
     return CodedTable(levels, row_group, steps, self._basis.inverse, self._mean)
 
@@ -370,7 +370,7 @@ class Coordinates:
         def of_block(own, x=x, owner=owner, model=model, levels=levels):
           levels[own] = dependent_levels(x[own], owner[own], model)
 
-        for _ in entropy_coder.side_by_side(of_block, _ranges(len(x))):
+        for _ in container.side_by_side(of_block, _ranges(len(x))):
           pass
         model, bits = entropy_coder.distributions_of(levels, owner, row_groups)
       self._known[step] = model, float(bits @ some.weight)

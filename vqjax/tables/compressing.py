@@ -22,8 +22,10 @@ from vqjax.assign.checks import checked_counts
 from vqjax.convert.from_table import to_clusters
 from vqjax.convert.packed_table import PackedTable
 from vqjax.embeddings import CompactEmbedding, ProductEmbedding
-from vqjax.ops import bit_packing
+from vqjax.layer import wanted
+from vqjax.ops import bit_packing, product
 from vqjax.ops.distillation import linear_divergence
+from vqjax.ops.vocabulary import check_numbers, host_array, is_count
 from vqjax.tables.container import CompressedTable
 from vqjax.tables.moments import Moments
 from vqjax.tables.search import PackedTables, Point, Tables, search
@@ -45,6 +47,9 @@ __all__ = [
 
 MOST_BITS = 8
 """Largest number of bits of a code that a budget chooses: k-means takes time in 2^bits."""
+
+BASIS_SHARE, BASIS_GAIN = 1 / 16, 0.95
+"""The part of the codes' bytes that a basis may take, and the error with one over that without."""
 
 BLOCK = 2**12
 """Rows that are read at a time, so that no second copy of a large table exists."""
@@ -146,8 +151,22 @@ def _searched(kind, problem, method):
   return coded["table"], tables["table"]
 
 
+class _Sized:
+  """A method with sizes of its own, which are integers of Python."""
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      size = getattr(self, field.name)
+      if (kind := wanted(field, size)) is not None:
+        raise ValueError(
+          f"`{field.name}` of {type(self).__name__} must be {kind}; got {size!r}. Give one, or"
+          " leave it out where it has a default."
+        )
+      object.__setattr__(self, field.name, None if size is None else int(size))
+
+
 @dataclasses.dataclass(frozen=True)
-class Int8:
+class Int8(_Sized):
   """8 bits for each number, and a scale for a few neighbours: an `Int8Embedding`.
 
   Attributes:
@@ -167,15 +186,17 @@ class Int8:
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class Product(_Sized):
   """Product quantisation: each of M parts of a row is one of K codewords.
 
-  It takes V·M·ceil(log2 K)/8 bytes of codes and 4·K·D bytes of codewords.
+  It takes V·M·ceil(log2 K)/8 bytes of codes and 4·K·D bytes of codewords. Where 2·D² bytes are few
+  beside those, rows are rotated first by a learned matrix, as in optimised product quantisation (Ge
+  et al., 2013), and M need not divide D.
 
   Attributes:
     codes: codewords of a subspace, K, at most V; powers of 2 use all bits of a code. None: those
-      with the most bits a token within `bytes`.
-    subspaces: number of parts, M; divides D. None together with `codes`.
+      of the least expected error within `bytes`.
+    subspaces: number of parts, M. None together with `codes`.
   """
 
   codes: int | None = None
@@ -183,18 +204,20 @@ class Product:
 
   def __call__(self, problem: Problem) -> CompactEmbedding:
     """The codes and codewords; see `convert.to_clusters`."""
-    own = self
     if self.codes is None and problem.size is not None:
-      own = _product_within(problem.size, problem.rows)
+      codes, subspaces, rotated = _product_within(problem.size, problem.rows)
     elif self.codes is None or self.subspaces is None:
       raise ValueError("`codes` and `subspaces` must be given without `bytes`. Give 256 and D / 8.")
     else:
       problem.check_unbounded(self)
-    return _clustered(ProductEmbedding(*problem.rows.shape, own.codes, own.subspaces), problem)
+      codes, subspaces = self.codes, self.subspaces
+      rotated = _is_worth_a_basis(*problem.rows.shape, codes, subspaces)
+    form = ProductEmbedding(*problem.rows.shape, codes, subspaces, rotated=rotated)
+    return _clustered(form, problem)
 
 
 @dataclasses.dataclass(frozen=True)
-class Clusters:
+class Clusters(_Sized):
   """Clusters of whole rows: a token is one of K vectors, as in a `CodebookHead`.
 
   Attributes:
@@ -209,7 +232,7 @@ class Clusters:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scalar:
+class Scalar(_Sized):
   """Scalar quantisation: each number is one of 2^bits numbers, chosen by k-means.
 
   It takes V·D·bits/8 bytes of codes and 4·2^bits bytes of numbers. A `ScalarEmbedding` has equally
@@ -222,6 +245,7 @@ class Scalar:
   bits: int
 
   def __post_init__(self):
+    super().__post_init__()
     if not 1 <= self.bits <= 8:
       raise ValueError(
         f"`bits` must be in [1, 8]; got {self.bits}. Beyond 8 bits keep the table in bfloat16."
@@ -237,7 +261,11 @@ class Scalar:
 def _clustered(embedding, problem):
   key = jax.random.key(problem.seed)
   options = {"weights": problem.weights, "second": problem.second}
-  return embedding.compact(to_clusters(embedding, problem.rows, key=key, **options))
+  small = embedding.compact(to_clusters(embedding, problem.rows, key=key, **options))
+  if small.basis is None:
+    return small
+  # `to_clusters` has rounded it.
+  return dataclasses.replace(small, basis=small.basis.astype(np.float16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,6 +378,15 @@ def compress(
       " vqjax.Product(codes=256, subspaces=64), vqjax.Clusters(codes=1024) or"
       " vqjax.Scalar(bits=4)."
     )
+  if moments is not None and not isinstance(moments, Moments):
+    raise TypeError(
+      f"`moments` must be vqjax.tables.Moments; got {type(moments).__name__}. Read a file with"
+      " Moments.load."
+    )
+  if not is_count(seed) or not 0 <= seed < 2**32:
+    raise ValueError(f"`seed` must be an integer in [0, 2^32); got {seed!r}. 0 is the default.")
+  if kl is not None:
+    check_numbers(kl=kl)
   if (bytes is not None and kl is not None) or (method is None and bytes is None and kl is None):
     got = "neither" if bytes is None else "both"
     raise ValueError(f"one of `bytes` and `kl` must be given; got {got}. Give bytes=1/16.")
@@ -452,21 +489,21 @@ def _best(problem, bias, loss):
   The map [D, D] and the histograms of integers may take most of a small budget.
   """
   dim = problem.rows.shape[1]
-  integers, product = Integers(), Product()
+  integers, by_codes = Integers(), Product()
   is_tight = problem.size is not None and problem.size < 4 * (2 * dim * dim + 2000)
   try:
     first = SmallTable(integers(problem), bias)
   except ValueError:
     if not is_tight:
       raise
-    return SmallTable(product(problem), bias), product
+    return SmallTable(by_codes(problem), bias), by_codes
   if is_tight:
     try:
-      second = SmallTable(product(problem), bias)
+      second = SmallTable(by_codes(problem), bias)
     except ValueError:
       return first, integers
     if loss(second) < loss(first):
-      return second, product
+      return second, by_codes
   return first, integers
 
 
@@ -486,18 +523,13 @@ def _host(name: str, array: Any) -> np.ndarray:
     except (BufferError, RuntimeError, TypeError):
       # NumPy has no bfloat16 of its own; JAX reads it.
       return np.asarray(jnp.from_dlpack(array.contiguous()))
-  return np.asarray(array)
+  return host_array(name, array)
 
 
 def _matrix(table: Any) -> np.ndarray:
   if isinstance(table, jax.core.Tracer):
     raise TypeError("`table` must have values; got a traced array. Call compress outside of jit.")
   rows = _host("table", table)
-  if rows.dtype.kind in "OUS":
-    raise TypeError(
-      f"`table` must be an array; got {type(table).__name__}. Give the array itself, such as"
-      " embed.embedding, or a tensor of a file that is open."
-    )
   if rows.ndim != 2 or not rows.size:
     raise ValueError(
       f"`table` must have shape [V, D], a row for each token; got {list(rows.shape)}. Reshape it;"
@@ -545,15 +577,41 @@ def _second_moments(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return moment, (1 - share) * moment + share * np.trace(moment) / dim * np.eye(dim)
 
 
-def _product_within(budget: int, rows: np.ndarray) -> Product:
-  """The product quantisation with the most bits a token within so many bytes."""
+def _is_worth_a_basis(vocab: int, dim: int, codes: int, subspaces: int) -> bool:
+  """Whether a basis takes few bytes beside the codes."""
+  if codes < 1 or not 1 < subspaces <= dim:
+    return False
+  packed = bit_packing.bit_packed_bytes(vocab, subspaces, bit_packing.bits_for(codes))
+  basis = 2 * subspaces * product.part_width(dim, subspaces) * dim
+  return basis <= BASIS_SHARE * packed
+
+
+def _product_bytes(vocab: int, dim: int, codes: int, subspaces: int, rotated: bool) -> int:
+  packed = bit_packing.bit_packed_bytes(vocab, subspaces, bit_packing.bits_for(codes))
+  width = subspaces * product.part_width(dim, subspaces)
+  return packed + 4 * codes * width + rotated * 2 * width * dim
+
+
+def _product_error(dim: int, codes: int, subspaces: int, rotated: bool) -> float:
+  """Expected relative error of uncorrelated columns: 2^-2r for parts with r bits a number."""
+  width, wider = divmod(dim, subspaces)
+  of = lambda width: width * codes ** (-2 / width)
+  error = (subspaces - wider) * of(width) + (wider and wider * of(width + 1))
+  return error / dim * (BASIS_GAIN if rotated else 1)
+
+
+def _product_within(budget: int, rows: np.ndarray) -> tuple[int, int, bool]:
+  """Codes, subspaces, and whether there is a basis: of the least error within so many bytes."""
   vocab, dim = rows.shape
-  cost = {}
-  for subspaces in (m for m in range(1, dim + 1) if dim % m == 0):
-    for codes in {min(2**bits, vocab) for bits in range(1, MOST_BITS + 1)}:
-      packed = bit_packing.bit_packed_bytes(vocab, subspaces, bit_packing.bits_for(codes))
-      cost[Product(codes, subspaces)] = packed + 4 * codes * dim
-  reached = [product for product, size in cost.items() if size <= budget]
+  choices = [
+    (codes, subspaces, rotated)
+    for subspaces in range(1, dim + 1)
+    for codes in {min(2**bits, vocab) for bits in range(1, MOST_BITS + 1)}
+    for rotated in (False, True)
+    if (subspaces > 1 if rotated else dim % subspaces == 0)
+  ]
+  cost = {choice: _product_bytes(vocab, dim, *choice) for choice in choices}
+  reached = [choice for choice, size in cost.items() if size <= budget]
   if not reached:
     # Rounded up, so that the fraction of the message is reachable.
     least = 1.01 * min(cost.values()) / rows.nbytes
@@ -562,8 +620,8 @@ def _product_within(budget: int, rows: np.ndarray) -> Product:
       f"`bytes` must be at least {least:.3g} for a table of {vocab} x {dim} {rows.dtype}; got"
       f" {budget / rows.nbytes:.3g}. {remedy}"
     )
-  # Among equally many bits, few long codes: vectors of more dimensions are quantised better.
-  return max(reached, key=lambda p: (p.subspaces * math.log2(p.codes), p.codes))
+  # Among equal errors, few long codes: vectors of more dimensions are quantised better.
+  return min(reached, key=lambda choice: (round(_product_error(dim, *choice), 9), -choice[0]))
 
 
 def _errors(small, rows, weights, moment) -> dict[str, float]:

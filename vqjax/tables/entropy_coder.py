@@ -8,13 +8,11 @@ block, G groups of L columns, and B blocks.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import json
 import math
-import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,6 +35,7 @@ from vqjax.tables.container import (
   Distributions,
   Streams,
   lanes_of,
+  side_by_side,
 )
 
 __all__ = ["coded_bytes", "decoded", "distributions_of", "encode_table", "indices"]
@@ -46,9 +45,6 @@ MOST_DISTRIBUTIONS = 255
 
 AT_ONCE = 2**10
 """Lanes that are coded side by side; arrays of this many are about 150 megabytes."""
-
-MOST_WORKERS = 4
-"""Parts that are at work at a time, which are in memory together."""
 
 LEAST_WORDS = 2**17
 """Words of the least part that is decoded, so that blocks of other lengths share a program."""
@@ -61,20 +57,6 @@ STORED_AS_THEY_ARE = ("words", "sums")
 
 Integers = Any
 """Integers [V, D]: an array, or what has a shape and gives rows as an array does."""
-
-
-def side_by_side(function: Callable, parts: Iterable) -> Iterator:
-  """The results for all parts in order, of which each core of the machine has one at work."""
-  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-  workers = min(MOST_WORKERS, cores)
-  with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-    waiting = []
-    for part in parts:
-      waiting.append(pool.submit(function, part))
-      if len(waiting) >= workers:
-        yield waiting.pop(0).result()
-    for one in waiting:
-      yield one.result()
 
 
 def _blocks_at_once(rows: int, columns: int) -> int:

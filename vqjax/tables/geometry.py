@@ -122,10 +122,10 @@ def untrained(
     nine tenths of `unused` are, nearest first.
   """
   _check(table)
-  unused = np.unique(np.asarray(unused, np.int64).reshape(-1))
+  unused = sorted({*map(int, unused)})  # of any length
   if len(unused) < 2 or unused[0] < 0 or unused[-1] >= len(table):
     raise ValueError(
-      f"`unused` must be at least two tokens in [0, vocab {len(table)}); got {unused.tolist()}."
+      f"`unused` must be at least two tokens in [0, vocab {len(table)}); got {unused}."
       " Give reserved tokens of the tokenizer."
     )
   center = np.asarray(table[unused], np.float64).mean(axis=0) if is_output else 0.0

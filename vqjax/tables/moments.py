@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
+from vqjax.ops.vocabulary import host_array, is_count
 from vqjax.tables.tensor_files import load_file, save_file
 
 __all__ = ["SHRINKAGE", "Moments"]
@@ -50,7 +51,7 @@ class Moments:
           f"`inputs` must have the shape of `hidden`, {self.hidden.shape}; got"
           f" {self.inputs.shape}. Take both from one model."
         )
-    counts = np.asarray(self.counts, np.float64)
+    counts = host_array("counts", self.counts).astype(np.float64)
     if counts.ndim != 1 or not counts.size:
       raise ValueError(
         f"`counts` must have a number for each token, [V]; got shape {counts.shape}. Use"
@@ -68,9 +69,10 @@ class Moments:
         " language that the tokenizer knows."
       )
     object.__setattr__(self, "counts", counts)
-    if int(self.tokens) < 1:
+    if not is_count(self.tokens) or self.tokens < 1:
       raise ValueError(
-        f"`tokens` must be at least 1; got {self.tokens}. Give the number of hidden states."
+        f"`tokens` must be an integer of at least 1; got {self.tokens!r}. Give the number of hidden"
+        " states."
       )
     object.__setattr__(self, "tokens", int(self.tokens))
 
@@ -82,7 +84,7 @@ class Moments:
     """
     if len(self.hidden) != dim:
       raise ValueError(
-        f"the moments must have the width of the table, {dim}; got {len(self.hidden)}. Collect them"
+        f"`moments` must have the width of the table, {dim}; got {len(self.hidden)}. Collect them"
         " from the model whose table is compressed."
       )
     if len(self.counts) != vocab:
@@ -152,7 +154,7 @@ class Moments:
 
 
 def _square(name, moment):
-  moment = np.asarray(moment, np.float64)
+  moment = host_array(name, moment).astype(np.float64)
   if moment.ndim != 2 or moment.shape[0] != moment.shape[1] or not moment.size:
     raise ValueError(
       f"`{name}` must be a square matrix [D, D]; got shape {moment.shape}. Give the mean of the"

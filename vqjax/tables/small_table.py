@@ -37,6 +37,7 @@ from vqjax.embeddings.int8 import int8_levels
 from vqjax.embeddings.table_file import open_tensors
 from vqjax.heads import DenseHead, Head
 from vqjax.ops import bit_packing
+from vqjax.ops.vocabulary import host_array
 from vqjax.tables.container import RESTART, SEPARATOR, CompressedTable
 
 __all__ = ["Int8Table", "SmallTable"]
@@ -224,6 +225,10 @@ class _Codes:
   def embedding(small, fields):
     form = small.form
     shared = len(form.values) == 1 and form.subspaces > 1
+    params = {"values": jnp.asarray(form.values)}
+    if form.basis is not None:
+      params["basis"] = jnp.asarray(form.basis, jnp.float32)
+      fields = {"rotated": True} | fields
     embedding = ProductEmbedding(
       *small.shape, form.codes, form.subspaces, shared, form.additive, **fields
     )
@@ -231,7 +236,7 @@ class _Codes:
       jnp.asarray(form.data), jnp.arange(form.vocab), form.subspaces, form.bits
     )
     codes = codes.astype(embedding.declare()["codes"].dtype)
-    return embedding, {"params": {"values": jnp.asarray(form.values)}, "codes": {"codes": codes}}
+    return embedding, {"params": params, "codes": {"codes": codes}}
 
 
 CODECS = {"integers": _Integers, "packed": _Packed, "int8": _Int8, "codes": _Codes}
@@ -255,7 +260,13 @@ class SmallTable:
   @property
   def codec(self) -> str:
     """Name of the form in files: "integers", "packed", "int8" or "codes"."""
-    return next(name for name, codec in CODECS.items() if isinstance(self.form, codec.form))
+    for name, codec in CODECS.items():
+      if isinstance(self.form, codec.form):
+        return name
+    raise TypeError(
+      f"`form` must be one of {', '.join(codec.form.__name__ for codec in CODECS.values())}; got"
+      f" {type(self.form).__name__}. A method of `vqjax.compress` returns one."
+    )
 
   @property
   def _codec(self):
@@ -279,7 +290,7 @@ class SmallTable:
     Raises:
       IndexError: a token is outside [0, V).
     """
-    ids = np.asarray(ids)
+    ids = host_array("ids", ids)
     vocab, dim = self.shape
     if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab):
       got = f"{ids.min()} to {ids.max()}" if ids.dtype.kind in "iu" else ids.dtype

@@ -108,9 +108,15 @@ def open_file(
     narrow: it may have formats of `NARROW` too.
 
   Raises:
+    FileNotFoundError: there is no such file.
     ValueError: the file is truncated, or its header damaged, or it has a format that NumPy lacks.
   """
   path = os.fspath(path)
+  if not os.path.isfile(path):
+    what = "a folder" if os.path.isdir(path) else "a device" if os.path.exists(path) else "no file"
+    raise FileNotFoundError(f"{path} must be a safetensors file; got {what}. Give another path.")
+  with open(path, "rb"):  # whose errors have the path, unlike those of the library
+    pass
   try:
     # The library checks the header against the length of the file; its arrays would be copies.
     with safetensors.safe_open(path, framework="numpy"):

@@ -80,6 +80,7 @@ class TorchTable(torch.nn.Module):
       )
     self.register_buffer("data", tensors.get("codes"))
     self.register_buffer("values", tensors.get("values"))
+    self.register_buffer("basis", tensors.get("basis"))
     self.codes, self.subspaces = int(meta["K"]), int(meta["M"])
     self.additive = meta["additive"] == "true"
     self.dtype = getattr(torch, meta["dtype"])
@@ -170,7 +171,8 @@ class TorchTable(torch.nn.Module):
     codes = self.codes_of(tokens)
     own = torch.arange(self.subspaces, device=codes.device) if len(self.values) > 1 else 0
     parts = self.values[own, codes]
-    return parts.mean(dim=-2) if self.additive else parts.flatten(-2)
+    rows = parts.mean(dim=-2) if self.additive else parts.flatten(-2)
+    return rows if self.basis is None else rows @ self.basis.to(rows.dtype)
 
   def _rows_int8(self, tokens):
     group = self.dim // self.scale.shape[1]
@@ -213,7 +215,8 @@ class TorchTable(torch.nn.Module):
     by_codeword = self.codec == "codes" and not self.additive
     by_codeword = by_codeword and 2 * len(rows) * self.subspaces <= self.dim
     if by_codeword:
-      parts = rows.unflatten(-1, (self.subspaces, self.dim // self.subspaces))
+      turned = rows if self.basis is None else rows @ self.basis.float().T
+      parts = turned.unflatten(-1, (self.subspaces, -1))
       # `to(dtype)` of a model converts the buffer too.
       values = self.values.float().expand(self.subspaces, -1, -1)
       table = torch.einsum("bmc,mkc->bmk", parts, values)

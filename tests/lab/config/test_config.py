@@ -253,6 +253,21 @@ def config_file(tmp_path):
   return path
 
 
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"steps": 1.5}, "`train.steps` must be an integer; got 1.5"),
+    ({"keep": True}, "`train.keep` must be an integer; got True"),
+    ({"clip": "1"}, "`train.clip` must be a number; got '1'"),
+    ({"trainable": "head"}, "`train.trainable` must be a tuple of texts; got 'head'"),
+    ({"mesh": 2}, "`train.mesh` must be a MeshShape; got 2"),
+  ],
+)
+def test_a_field_of_another_type_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    Train(**changes)
+
+
 def test_a_config_file_is_loaded_by_path(config_file):
   loaded = config.load_config(config_file)
   assert loaded.name == "file"
@@ -392,7 +407,7 @@ def test_a_callable_object_has_its_fields_and_one_without_a_description_is_refus
   head = config.describe(make(activation=Scaled(3.0)))["model"]["head"]
   assert head["activation"] == {"class": "Scaled", "by": 3.0}
   for value, named in ((object(), "object"), (lambda x: x + 41, "lambda")):
-    with pytest.raises(ValueError, match=rf"`model.head.activation` must have .* got .*{named}"):
+    with pytest.raises(ValueError, match=rf"`model.head.activation` must .* got .*{named}"):
       config.describe(make(activation=value))
 
 

@@ -12,10 +12,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
-from vqjax.lab.config.experiment_tree import NOT_IDENTITY, fields_of, join, rebuild, walk
+from vqjax.lab.config.experiment_tree import (
+  NOT_IDENTITY,
+  annotations,
+  fields_of,
+  join,
+  rebuild,
+  walk,
+)
 from vqjax.lab.config.identity import is_dtype
+from vqjax.layer import wanted
+from vqjax.lm.records import one_line, shown
 from vqjax.sharding import MeshShape
 
 __all__ = ["FROM_TOKENIZER", "Experiment", "Train", "load_config", "with_vocab"]
@@ -29,8 +39,30 @@ LAST = 2**31 - 1
 MOST_WINDOWS = 2**20
 """The largest batch: above it the indices of a batch's tokens may not fit in int32."""
 
+PLAIN = (bool, int, float, complex, str, bytes, list, tuple, dict, type, np.ndarray, np.generic)
+"""Types of what is no part of an experiment."""
+
 LONGEST_NAME = 128
 """Bytes of a name, which is part of the names of folders and files."""
+
+
+def _check_kinds(path: str, node: Any) -> None:
+  """Refuse fields of another type than their annotations say, as far as these are plain."""
+  values, hints = fields_of(node), annotations(type(node))
+  for field in dataclasses.fields(node):
+    value, hint = values.get(field.name), hints.get(field.name)
+    if field.name not in values:
+      continue
+    # Ranges are checked where they are known.
+    kind = wanted(field, value, bounded=isinstance(value, int) and abs(value) >= 2**63)
+    if kind is None and (dataclasses.is_dataclass(hint) or hint is nn.Module):
+      kind = None if isinstance(value, hint) else f"a {hint.__name__}"
+    if kind is None and hint == tuple[str, ...]:
+      is_right = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+      kind = None if is_right else "a tuple of texts"
+    if kind is not None:
+      at = join(path, field.name)
+      raise ValueError(f"`{at}` must be {kind}; got {shown(value)}. Correct it.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +117,16 @@ class Train:
   mesh: MeshShape = dataclasses.field(default=MeshShape(), metadata=NOT_IDENTITY)
 
   def __post_init__(self):
+    _check_kinds("train", self)
+    if self.optimizer is not None and not hasattr(self.optimizer, "rule"):
+      raise ValueError(
+        f"`train.optimizer` must be an optimiser; got {shown(self.optimizer)}. Give one such as"
+        " training.SGD(...), or None for AdamW."
+      )
+    for field in dataclasses.fields(self):
+      # Neither JSON nor JAX take all integers that Python and NumPy have.
+      if field.type in (int, float):
+        object.__setattr__(self, field.name, field.type(getattr(self, field.name)))
     counts = {"steps", "accumulate", "log_every", "eval_every", "save_every", "keep"}
     ranges = {
       f"in [1, {MOST_WINDOWS}]": ({"batch"}, lambda value: 1 <= value <= MOST_WINDOWS),
@@ -136,6 +178,8 @@ class Experiment:
   recluster: Any = None
 
   def __post_init__(self):
+    _check_kinds("", self)
+    object.__setattr__(self, "seed", int(self.seed))
     if not 0 <= self.seed < 2**32:
       raise ValueError(f"`seed` must be in [0, 2^32); got {self.seed}. 0 is usual.")
     is_name = self.name.strip(".") and self.name.isprintable() and not {*self.name} & {*"/\\"}
@@ -144,9 +188,17 @@ class Experiment:
         f"`name` must be a name for a folder: at most {LONGEST_NAME} printable bytes without a"
         f" slash, and not only dots; got {self.name!r}. Give the folder itself with --run."
       )
+    for name in ("data", "tokenizer", "loader", "init_from", "recluster"):
+      value = getattr(self, name)
+      if isinstance(value, PLAIN):
+        raise ValueError(
+          f"`{name}` must be an object; got {shown(value)}. Give one of `vqjax.lab`, such as"
+          " data.Text() and data.Windows()."
+        )
     for path, node in walk(self):
       for name, value in fields_of(node).items():
         _check_number(join(path, name), value)
+      _check_kinds(path, node)
 
 
 def _check_number(path: str, value: Any) -> None:
@@ -230,17 +282,18 @@ def _errors_with_lines(path: pathlib.Path) -> Iterator[None]:
   """Name the file and the line of an error in a config, or in a file that it imports."""
   try:
     yield
-  except MemoryError:
+  except (MemoryError, KeyboardInterrupt):
     raise
-  except Exception as error:
+  except BaseException as error:  # SystemExit too
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames]
     if isinstance(error, SyntaxError) and error.filename:
       places = [(error.filename, error.lineno)]
     own = [at for at in places if pathlib.Path(at[0]).is_relative_to(path.resolve().parent)]
     file, line = (own or [(str(path), 1)])[-1]
-    text = str(getattr(error, "msg", None) or error).rstrip(".")
+    text = one_line(getattr(error, "msg", None) or error).rstrip(".")
     # What this library refuses says what to do; Python's own errors do not.
-    if "vqjax" not in pathlib.Path(places[-1][0]).parts or not isinstance(error, ValueError):
-      text = f"{type(error).__name__}: {text}. Correct this line"
+    is_ours = "vqjax" in pathlib.Path(places[-1][0]).parts
+    if not (is_ours and (isinstance(error, ValueError) or text.startswith("`"))):
+      text = f"{type(error).__name__}: {text}"[:400].removesuffix(": ") + ". Correct this line"
     raise ValueError(f"{file}, line {line}: {text}.") from error

@@ -92,8 +92,8 @@ class Program:
     lines = differences(shapes_by_name(variables), shapes_by_name(own), "given")
     if lines:
       raise ValueError(
-        f"`init_from` must return the model's variables; got others:\n{lines}\nStart from a run of"
-        " the same model."
+        "`init_from` must return the model's variables; got others:"
+        f" {'; '.join(map(str.strip, lines.splitlines()))}. Start from a run of the same model."
       )
     # The step donates its state, so that nothing else may share its buffers.
     copy = lambda array, like: jax.device_put(array, like.sharding, may_alias=False)

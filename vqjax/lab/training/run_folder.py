@@ -153,6 +153,11 @@ def load_text(experiment: Experiment) -> EncodedText:
     ValueError: the vocabularies of the model and the tokenizer differ, or a split is empty.
   """
   data = experiment.data
+  if absent := [name for name in ("data", "loader") if getattr(experiment, name) is None]:
+    raise ValueError(
+      f"`{absent[0]}` must be an object; got None. Give one of `vqjax.lab`, such as data.Text() and"
+      " data.Windows()."
+    )
   if (experiment.tokenizer is None) != isinstance(data, Prepared):
     raise ValueError(
       f"`tokenizer` must be None for prepared data and given for text; got {experiment.tokenizer}"
@@ -204,6 +209,12 @@ class RunFolder:
         it. Nothing is written.
       OSError: the folder cannot be written, or the processes do not share it.
     """
+    # Bytes that are not UTF-8, which Orbax cannot write.
+    if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in str(path)):
+      raise ValueError(
+        f"the name of the run folder must be UTF-8; got {str(path)!a}. Give another folder with"
+        " --run."
+      )
     self.path = path
     self._lock = None
     mine = {"hash": config_hash(experiment), "config": describe(experiment), "data": data}

@@ -749,7 +749,7 @@ def _check_gguf_tokenizer(metadata: Mapping[str, Any], origin: Origin) -> None:
   for key, kind in kinds.items():
     values, name = own(key), f"`tokenizer.ggml.{key}`"
     if values is None:
-      if {"llama": "scores", "gpt2": "merges"}.get(own("model")) == key:
+      if (own("model"), key) in (("llama", "scores"), ("gpt2", "merges")):
         raise origin.error(f"{name} is missing, which the tokenizer {own('model')} needs")
       continue
     if not isinstance(values, list) or not {*map(type, values)} <= kind:

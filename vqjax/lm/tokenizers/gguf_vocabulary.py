@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vqjax.lm.records import one_line
 from vqjax.lm.tokenizers.byte_level import RULES, WordRule
 
 __all__ = []
@@ -92,7 +93,7 @@ def read_vocabulary(metadata: Mapping[str, Any], path: pathlib.Path) -> GgufVoca
   if kind not in ("llama", "gpt2", "gemma4") or (kind == "gpt2" and name and name not in RULES):
     raise ValueError(
       f"the tokenizer of {path} must be of the kind llama, gpt2 or gemma4, with words split by one"
-      f" of {', '.join(RULES)}; got {kind} with {name}. It is not implemented."
+      f" of {', '.join(RULES)}; got {one_line(kind)} with {one_line(name)}. It is not implemented."
     )
   if kind == "gpt2" and not name:
     warnings.warn(

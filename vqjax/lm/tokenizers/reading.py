@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -12,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from vqjax.lm.records import one_line, shown
 from vqjax.lm.sources.readers import (
   ModelSource,
   import_checkpoints_extra,
@@ -81,6 +83,7 @@ class JsonTokenizer:
     beside: pathlib.Path | None = None,
     spelt: bool = False,
     vocab: int | None = None,
+    file: str = "the tokenizer",
   ):
     """Take a model and its special ids.
 
@@ -91,8 +94,9 @@ class JsonTokenizer:
       beside: a file that is saved with it.
       spelt: "<eos>" that a text spells out is text, not its end.
       vocab: rows of the model's table, where they are more.
+      file: where it is from, for messages.
     """
-    self.model, self.beside, self._spelt = model, beside, spelt
+    self.model, self.beside, self._spelt, self._file = model, beside, spelt, file
     if spelt:
       model.encode_special_tokens = True
     ids = {*model.get_vocab(with_added_tokens=True).values()}
@@ -108,7 +112,14 @@ class JsonTokenizer:
 
   def encode(self, text: str, *, special: bool = True) -> list[int]:
     """The ids of a text."""
-    return self.model.encode(text, add_special_tokens=special).ids
+    try:
+      return self.model.encode(text, add_special_tokens=special).ids
+    except KeyboardInterrupt:
+      raise
+    except BaseException as error:  # the library's panics are no exceptions
+      raise ValueError(
+        f"{self._file} must encode every text; got {one_line(error)}. Download it again."
+      ) from None
 
   def decode(self, tokens: Iterable[int]) -> str:
     """The text of ids."""
@@ -287,7 +298,13 @@ def _processor(content: bytes) -> Any:
 def _proto(content: bytes) -> Any:
   """The message of a .model file."""
   library = import_checkpoints_extra("sentencepiece.sentencepiece_model_pb2")
-  return _parsed(lambda: library.ModelProto.FromString(content))
+  proto = _parsed(lambda: library.ModelProto.FromString(content))
+  if not proto.pieces:
+    raise ValueError(
+      "`content` must be a SentencePiece model; got one without pieces. The file is damaged:"
+      " download it again."
+    )
+  return proto
 
 
 def _parsed(read: Callable[[], Any]) -> Any:
@@ -297,8 +314,21 @@ def _parsed(read: Callable[[], Any]) -> Any:
     if isinstance(error, ImportError):
       raise
     raise ValueError(
-      f"`content` must be a SentencePiece model; got {error}. The file is damaged: download it"
-      " again."
+      f"`content` must be a SentencePiece model; got {one_line(error).rstrip('.')}. The file is"
+      " damaged: download it again."
+    ) from None
+
+
+@contextlib.contextmanager
+def _of_file(path: pathlib.Path) -> Iterator[None]:
+  """Name the file in an error about the content of a tokenizer, or of the libraries."""
+  try:
+    yield
+  except (ValueError, RuntimeError) as error:
+    if str(path) in str(error):
+      raise
+    raise ValueError(
+      f"{path}: {one_line(error).rstrip('.')}. It is damaged, or not that of a tokenizer."
     ) from None
 
 
@@ -436,12 +466,14 @@ def _of_folder(source: ModelSource) -> Tokenizer | None:
       model = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises nothing narrower
       raise ValueError(
-        f"{folder / 'tokenizer.json'} must be a tokenizer; got {error}. Download it again."
+        f"{folder / 'tokenizer.json'} must be a tokenizer; got {one_line(error)}. Download it"
+        " again."
       ) from None
     # Settings of training that some files keep.
     model.no_truncation()
     model.no_padding()
-    return JsonTokenizer(model, bos, eos, beside=_beside(folder))
+    file = str(folder / "tokenizer.json")
+    return JsonTokenizer(model, bos, eos, beside=_beside(folder), file=file)
   return _without_json(folder, config["model_type"], bos, eos)
 
 
@@ -450,9 +482,11 @@ def _without_json(
 ) -> Tokenizer | None:
   """The tokenizer of a folder without tokenizer.json, and of these ids in its config."""
   settings = _optional(folder / "tokenizer_config.json")
-  if (folder / "tokenizer.model").is_file():
-    content = (folder / "tokenizer.model").read_bytes()
-    known = {piece.piece: number for number, piece in enumerate(_proto(content).pieces)}
+  file = folder / "tokenizer.model"
+  if file.is_file():
+    content = file.read_bytes()
+    with _of_file(file):
+      known = {piece.piece: number for number, piece in enumerate(_proto(content).pieces)}
   elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
     content, known = None, read_json(folder / "vocab.json")
   else:
@@ -467,7 +501,8 @@ def _without_json(
   adds_bos = _setting(folder, settings, "add_bos_token", content is not None)
   if content is not None:
     spaced = "each" if _setting(folder, settings, "legacy", True) else "first"
-    return PiecesTokenizer(content, bos, eos, add_bos=adds_bos, added=added, spaced=spaced)
+    with _of_file(file):
+      return PiecesTokenizer(content, bos, eos, add_bos=adds_bos, added=added, spaced=spaced)
   model = _of_words(folder, settings, model_type, number_of, added)
   if adds_bos and bos is not None:
     if model.id_to_token(bos) is None:
@@ -493,8 +528,8 @@ def _of_words(
   if rule is None:
     raise ValueError(
       f"`tokenizer_class` of {folder / 'tokenizer_config.json'} must be one of"
-      f" {', '.join(WORD_RULES)} for vocab.json and merges.txt; got {made}, whose words are split"
-      " by tokenizer.json. Download that too."
+      f" {', '.join(WORD_RULES)} for vocab.json and merges.txt; got {shown(made)}, whose words are"
+      " split by tokenizer.json. Download that too."
     )
   lines = read_text(folder / "merges.txt").split("\n")
   pairs = [tuple(s.split(" ")) for s in lines if s and not s.startswith("#version")]
@@ -502,8 +537,8 @@ def _of_words(
     model = byte_level(number_of, pairs, RULES[rule], added)
   except Exception as error:  # the library raises nothing narrower
     raise ValueError(
-      f"vocab.json and merges.txt of {folder} must be those of one tokenizer; got {error}. Download"
-      " both again."
+      f"vocab.json and merges.txt of {folder} must be those of one tokenizer; got"
+      f" {one_line(error)}. Download both again."
     ) from None
   if _setting(folder, settings, "add_prefix_space", False):
     model.pre_tokenizer = import_checkpoints_extra("tokenizers").pre_tokenizers.ByteLevel()
@@ -602,16 +637,17 @@ def _of_gguf(source: ModelSource) -> Tokenizer | None:
   if read is None:
     return None
   if read.kind == "llama":
-    return from_pieces(
-      read.tokens,
-      read.scores,
-      read.types,
-      bos=read.bos,
-      eos=read.eos,
-      add_space=read.add_space,
-      add_bos=read.add_bos,
-      rstripped=read.rstripped,
-    )
+    with _of_file(source.path):
+      return from_pieces(
+        read.tokens,
+        read.scores,
+        read.types,
+        bos=read.bos,
+        eos=read.eos,
+        add_space=read.add_space,
+        add_bos=read.add_bos,
+        rstripped=read.rstripped,
+      )
   added = [
     AddedToken(token, number, kind != USER_DEFINED)
     for number, (token, kind) in enumerate(zip(read.tokens, read.types))
