@@ -173,7 +173,7 @@ def test_moments_are_saved_and_read_again(tmp_path):
     ),
     ({"counts": np.zeros(4)}, "`counts` must not be all 0"),
     ({"counts": np.ones((2, 2))}, "`counts` must have a number for each token"),
-    ({"tokens": 0}, "`tokens` must be at least 1; got 0"),
+    ({"tokens": 0}, "`tokens` must be an integer of at least 1; got 0"),
   ],
 )
 def test_impossible_moments_are_refused(changed, message, tmp_path):
