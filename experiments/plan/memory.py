@@ -174,7 +174,9 @@ CASES = {
     vqjax.MixtureHead, 13, "three times the hidden vectors of each of 4 components", 4
   ),
   "codebook head": _head(vqjax.CodebookHead, 1, _TILE, 1024, token_bias=True),
-  "learned codebook head": _head(vqjax.LearnedCodebookHead, 2, "scores of candidates", 1024, 4),
+  "learned codebook head": _head(
+    vqjax.LearnedCodebookHead, 4, "scores of candidates, which TPUs pad to 128", 1024, 4
+  ),
   "residual codebook head": _head(vqjax.ResidualCodebookHead, 1, _TILE, 1024, 16),
   "product head": _head(vqjax.ProductHead, 1, _TILE, 256, 32, token_bias=True),
   "learned product head": _head(
@@ -284,11 +286,7 @@ def table(found: Found) -> pd.DataFrame:
       for compiler in SCRATCH
       for count, size in zip(DEVICES, found.get(compiler, {}).get(name, [None] * len(DEVICES)))
     }
-    shown.append(
-      {"program": name}
-      | sizes
-      | {"tiles": case.tiles, "hidden": case.copies, "what they are": case.why}
-    )
+    shown.append({"program": name} | sizes | {"tiles": case.tiles, "hidden": case.copies})
   return pd.DataFrame(shown)
 
 

@@ -21,7 +21,6 @@ PlanRows = Mapping[Any, Mapping[str, Any] | None]
 
 _METRICS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
   "memory": lambda plan: _fitting(plan),
-  "state": lambda plan: units.size(_state(plan)),
   "head": lambda plan: units.size(plan["bytes"]["head"]),
   "sent": lambda plan: units.size(plan["sent"]),
   "time": lambda plan: _least(plan),
@@ -32,10 +31,6 @@ _METRICS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 def _fitting(plan: Mapping[str, Any]) -> str:
   size = units.size(plan["bytes"]["total"])
   return size if plan["fits"] else f"{size}, does not fit"
-
-
-def _state(plan: Mapping[str, Any]) -> int:
-  return plan["bytes"]["params"] + plan["bytes"]["opt_state"]
 
 
 def _sent_along(plan: Mapping[str, Any], axis: str) -> float:

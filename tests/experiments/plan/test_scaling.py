@@ -31,7 +31,7 @@ def test_a_large_decoder_has_the_size_in_its_name():
 def test_failed_cells_are_shown_as_such_and_sizes_without_plans_have_no_column(tmp_path):
   cells = list(scaling.grid(["lm_1b"], devices=["v5p"], sizes=[16, 64]))
   rows = dict.fromkeys(cells) | {cells[0]: {"failed": "no memory"}}
-  names = ["plans", *(f"lm_1b-{n}" for n in ("memory", "state", "head", "sent", "time"))]
+  names = ["plans", *(f"lm_1b-{n}" for n in ("memory", "head", "sent", "time"))]
   page = tmp_path / "page.md"
   page.write_text("".join(f"<!-- generated: {n} -->\n<!-- end: {n} -->\n" for n in names))
   scaling_report.update(rows, page)
