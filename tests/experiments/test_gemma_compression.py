@@ -27,10 +27,8 @@ def test_the_page_has_the_bytes_of_an_ideal_coder():
   # The file is the one that was judged.
   assert all(row["bytes"] == tables[size]["bytes"] for size, row in found.items())
   assert all(row["step"] == tables[size]["step"] for size, row in found.items())
-  assert f"{found['65']['ideal_bytes']:,} bytes for the first table" in page
-  assert f"and {found['45']['ideal_bytes']:,} for the third" in page
   more = [100 * (found[size]["bytes"] / found[size]["ideal_bytes"] - 1) for size in ("65", "45")]
-  assert f"the files have {more[0]:.2f} and {more[1]:.2f} % more" in page
+  assert f"have {more[0]:.2f} and {more[1]:.2f} % more bytes than an ideal coder" in page
 
 
 @pytest.fixture(scope="module")
