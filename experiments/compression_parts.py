@@ -2,11 +2,13 @@
 
 python -m experiments.compression_parts --model gemma-3-270m-q4_k_m.gguf --work runs/gemma
 python -m experiments.compression_parts --model gemma-3-270m-q4_k_m.gguf --work runs/gemma --time
+python -m experiments.compression_parts --penn-treebank --work runs/ptb
 
 Every few rows of the table are coded with all parts, and with one of them left out or replaced. An
 error e of the row of a token of probability p costs p · eᵀ M e / 2 nats. What a way needs for the
 loss of the whole is read from a cubic through its steps. WORK has the moments and the counts that
 `experiments.gemma_compression` wrote. The results are docs/results/compression-parts.json. With
+`--penn-treebank` the table is the tied one of the comparison of heads, which is trained in WORK. With
 `--time` the whole table is compressed to 65 MB and decoded; the results, seconds of all cores
 together and on the clock, are docs/results/compression-time.json.
 """
@@ -19,8 +21,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from experiments.studies.comparison import compressed, rows
+from experiments.studies.tuning import with_fields
 from vqjax.lab import exits
+from vqjax.lab.training import fit, read_run_variables
 from vqjax.lab.training.provenance import provenance
+from vqjax.lab.training.run_folder import load_text
 from vqjax.lm import checkpoints, records
 from vqjax.lm.texts import data_path
 from vqjax.tables import Moments, container, entropy_coder, pack, probabilities, search
@@ -31,6 +37,9 @@ EVERY = 64
 
 STEPS = 0.0121, 0.0264
 """Steps of the whole table of 65 and of 45 MB."""
+
+PARTS = 16, 24
+"""What the float32 bytes of Penn Treebank's table are divided by."""
 
 TRIED = np.geomspace(0.002, 0.04, 8)
 """Steps of the other ways, through which a curve is laid."""
@@ -183,30 +192,34 @@ def timed(table: np.ndarray, moments: Moments) -> dict[str, dict[str, float]]:
   return found
 
 
-def main() -> int:
-  """Code the rows in all ways."""
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--model", required=True, help="Gemma 3 270M: a GGUF or a folder")
-  parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("runs/gemma"))
-  parser.add_argument("--json", type=pathlib.Path, help="results")
-  parser.add_argument("--time", action="store_true", help="time the compression of all rows")
-  options = parser.parse_args()
-  results = pathlib.Path("docs/results")
-  _, variables, _ = checkpoints.load(data_path(options.model, kind="--model"))
-  table = np.asarray(variables["params"]["embedding"]["weight"])
-  whole = Moments.load(options.work / "moments.safetensors")
-  if options.time:
-    found = {"seconds": timed(table, whole), "provenance": provenance()}
-    found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    records.write(options.json or results / "compression-time.json", found)
-    return 0
-  table = table[::EVERY]
-  moments = Moments(whole.hidden, whole.counts[::EVERY], whole.tokens, whole.inputs)
+def penn_treebank(folder: pathlib.Path) -> tuple[np.ndarray, Moments]:
+  """The tied table of the comparison's LSTM that begins with contexts, and its moments."""
+  (setting,) = (found for found in rows.SCALES["cpu"] if found.name == "ptb")
+  row = next(found for found in rows.rows(setting) if found.name == "tied-contexts")
+  experiment = with_fields(row.experiment(setting, 0), {"train.learning_rate": 40.0})
+  fit(experiment, folder)
+  text, (variables, _) = load_text(experiment), read_run_variables(folder)
+  model = text.experiment.model
+  moments = compressed.moments_of(model, variables, text)
+  return compressed.TrainedTable(model, variables, moments, 0).weight, moments
+
+
+def step_of(size: float, table: np.ndarray, moments: Moments) -> float:
+  """The step at which a table has a number of bytes."""
+  made, low, high = Coordinates(table, moments), 1e-4, 1e2
+  for _ in range(24):
+    middle = (low * high) ** 0.5
+    low, high = (middle, high) if bytes_of_trellis(made.coded(middle)) > size else (low, middle)
+  return high
+
+
+def more_bytes(table: np.ndarray, moments: Moments, steps: tuple[float, ...]) -> dict:
+  """What each way needs above all parts, at the losses of their steps; None outside of a curve."""
   curves: dict[str, list[tuple[float, float]]] = {}
   for name, (kind, bytes_of) in WAYS.items():
     made = kind(table, moments)
     curves[name] = []
-    for step in STEPS if name == "all parts" else TRIED:
+    for step in steps if name == "all parts" else steps[0] / STEPS[0] * TRIED:
       coded = made.coded(step)
       curves[name].append((expected_loss(table, coded.table(), moments), bytes_of(coded)))
   curves["no entropy coder"] = []
@@ -225,11 +238,41 @@ def main() -> int:
       for loss, size in curves["all parts"]
     ]
     print(name, rows[name], flush=True)
-  settings = {"every": EVERY, "steps": STEPS, "losses": [loss for loss, _ in curves["all parts"]]}
-  records.write(
-    options.json or results / "compression-parts.json",
-    {"more_bytes": rows, "settings": settings, "provenance": provenance()},
-  )
+  losses, sizes = np.array(curves["all parts"]).T.tolist()
+  return {"more_bytes": rows, "steps": steps, "losses": losses, "bytes": sizes}
+
+
+def main() -> int:
+  """Code the rows in all ways."""
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  given = parser.add_mutually_exclusive_group(required=True)
+  given.add_argument("--model", help="Gemma 3 270M: a GGUF or a folder")
+  given.add_argument("--penn-treebank", action="store_true", help="a table that is trained in WORK")
+  parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("runs/gemma"))
+  parser.add_argument("--json", type=pathlib.Path, help="results")
+  parser.add_argument("--time", action="store_true", help="time the compression of all of Gemma")
+  options = parser.parse_args()
+  results = pathlib.Path("docs/results")
+  path = options.json or results / f"compression-{'time' if options.time else 'parts'}.json"
+  if options.penn_treebank:
+    table, moments = penn_treebank(options.work)
+    name, every = "Penn Treebank", 1
+    steps = tuple(step_of(4 * table.size / part, table, moments) for part in PARTS)
+  else:
+    _, variables, _ = checkpoints.load(data_path(options.model, kind="--model"))
+    table = np.asarray(variables["params"]["embedding"]["weight"])
+    whole = Moments.load(options.work / "moments.safetensors")
+    if options.time:
+      found = {"seconds": timed(table, whole), "provenance": provenance()}
+      found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+      records.write(path, found)
+      return 0
+    name, every, steps = "Gemma 3 270M", EVERY, STEPS
+    table = table[::EVERY]
+    moments = Moments(whole.hidden, whole.counts[::EVERY], whole.tokens, whole.inputs)
+  kept = records.read(path) if path.exists() else {}
+  found = more_bytes(table, moments, steps) | {"every": every, "provenance": provenance()}
+  records.write(path, kept | {name: found})
   return 0
 
 
