@@ -8,8 +8,8 @@ Every few rows of the table are coded with all parts, and with one of them left 
 error e of the row of a token of probability p costs p · eᵀ M e / 2 nats. What a way needs for the
 loss of the whole is read from a cubic through its steps. WORK has the moments and the counts that
 `experiments.gemma_compression` wrote. The results are docs/results/compression-parts.json. With
-`--penn-treebank` the table is the tied one of the comparison of heads, which is trained in WORK. With
-`--time` the whole table is compressed to 65 MB and decoded; the results, seconds of all cores
+`--penn-treebank` the table is the tied one of the comparison of heads, which is trained in WORK.
+With `--time` the whole table is compressed to 65 MB and decoded; the results, seconds of all cores
 together and on the clock, are docs/results/compression-time.json.
 """
 
@@ -270,7 +270,7 @@ def main() -> int:
     name, every, steps = "Gemma 3 270M", EVERY, STEPS
     table = table[::EVERY]
     moments = Moments(whole.hidden, whole.counts[::EVERY], whole.tokens, whole.inputs)
-  kept = records.read(path) if path.exists() else {}
+  kept = dict(records.read(path, dict) or {})
   found = more_bytes(table, moments, steps) | {"every": every, "provenance": provenance()}
   records.write(path, kept | {name: found})
   return 0

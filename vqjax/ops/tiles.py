@@ -146,7 +146,7 @@ class Linear:
   def of(
     cls,
     hidden: Array,
-    weight: Array | RowFactory,
+    weight: Any,
     bias: Array | None,
     options: ScoreOptions,
     tokens: Array | None = None,

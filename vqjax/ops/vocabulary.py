@@ -180,7 +180,7 @@ def check_given(**arrays: Any) -> None:
       raise TypeError(f"`{name}` must be an array; got None. Only optional arguments may be None.")
 
 
-def check_vectors(vectors: Array, name: str = "hidden") -> None:
+def check_vectors(vectors: Array | jax.ShapeDtypeStruct, name: str = "hidden") -> None:
   """Raise ValueError unless vectors are floats of at least 16 bits, of some width."""
   check_given(**{name: vectors})
   if not jnp.issubdtype(vectors.dtype, jnp.floating) or not vectors.ndim or not vectors.shape[-1]:
