@@ -107,7 +107,7 @@ class Decoder(NamedTuple):
 class MaterialisedHead(DenseHead):
   """A dense head whose loss holds all logits in memory."""
 
-  def _log_prob(self, arrays, hidden, token, temperature):
+  def _log_prob(self, arrays, hidden, token, temperature, counted):
     logits = self._logits(arrays, hidden) / temperature
     return -optax.softmax_cross_entropy_with_integer_labels(logits, token)
 
@@ -303,7 +303,7 @@ def equal(vocab: int, size: int) -> tuple[int, ...]:
 class UntiledHead(GroupedHead):
   """The grouped head of the paper's Figure 5, with all scores in memory."""
 
-  def _log_prob(self, arrays, hidden, token, temperature):
+  def _log_prob(self, arrays, hidden, token, temperature, counted):
     del temperature
     group, slot = group_ops.group_and_slot(token, self.starts)
     shared = softmax.linear_scores(hidden, arrays["slot_weight"])

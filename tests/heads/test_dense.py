@@ -13,7 +13,9 @@ from tests import reference
 from tests.contract_of_representatives import RepresentativeContract
 from tests.jitted import abstract_variables, random_variables, results
 from tests.ops.exact import normals
+from tests.ops.test_softmax_options import Counted
 from vqjax import DenseEmbedding, DenseHead, SigSoftmax, linear_cross_entropy
+from vqjax.ops import device
 
 
 class TestDenseHead(RepresentativeContract):
@@ -106,3 +108,22 @@ def test_the_terms_of_the_loss_are_those_of_the_cross_entropy():
 
   (log_prob, terms), expected = results(program, random_variables(head), hidden)
   np.testing.assert_allclose(-log_prob.mean() + sum(terms.values()), expected.mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["log_prob", "loss_terms"])
+def test_tokens_that_are_left_out_are_not_scored(method):
+  n, v, function = 256, 32, Counted()
+  head = DenseHead(v, 6, output=function)
+  hidden, mask = np.ones((n, 6), np.float32), np.arange(n) % 16 == 0
+  variables = {"params": {"weight": np.ones((v, 6), np.float32)}}
+
+  def loss(variables):
+    found = head.apply(variables, hidden, np.zeros(n, int), mask=mask, method=method)
+    return (found if method == "log_prob" else found[0]).sum()
+
+  with device.using(device.current()._replace(tokens=64, vocab=v, kept=0)):
+    value, _ = jax.block_until_ready(jax.jit(jax.value_and_grad(loss))(variables))
+  jax.effects_barrier()
+  # One tile of 64 tokens by all rows, forward and backward, where all tokens have four.
+  assert function.tiles == 2
+  np.testing.assert_allclose(value, -mask.sum() * np.log(v), rtol=1e-6)

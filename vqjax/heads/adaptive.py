@@ -140,18 +140,20 @@ class AdaptiveHead(Head):
     dtype = self._operand_dtype(hidden, arrays["head"])
     return softmax.linear_scores(hidden, arrays[f"down_{cluster}"], dtype=dtype)
 
-  def _log_prob(self, arrays, hidden, token, temperature):
+  def _log_prob(self, arrays, hidden, token, temperature, counted):
     """Log-probabilities; a cluster's rows are scored for the tokens in it alone."""
     # At another temperature the mass of a cluster is a sum over its tokens: all are scored.
     if temperature != 1:
-      return super()._log_prob(arrays, hidden, token, temperature)
+      return super()._log_prob(arrays, hidden, token, temperature, counted)
     options = {"dtype": self._operand_dtype(hidden, arrays["head"]), "vocab_axis": self.vocab_axis}
     # 0 for a token of the first softmax, i + 1 for one of cluster i.
     where = jnp.searchsorted(jnp.asarray(self._cutoffs), token, side="right")
     # The row of cluster i is the i-th behind the tokens of the first softmax.
     row = jnp.where(where == 0, token, self._cutoffs[0] - 1 + where).astype(jnp.int32)
     padding = arrays["head_padding"]
-    log_prob = softmax.linear_log_prob(hidden, arrays["head"], row, padding, **options)
+    log_prob = softmax.linear_log_prob(
+      hidden, arrays["head"], row, padding, mask=counted, **options
+    )
     for i, cluster in enumerate(self.clusters()):
       inside = where == i + 1
       log_prob += cluster_log_prob(

@@ -203,9 +203,9 @@ class Head(VocabularyLayer):
       # A hook gets token 0 for an unknown one: a compiled program cannot raise, and clips indices.
       known, token = in_vocabulary(tokens, self.vocab)
       if each:
-        found = Head._log_prob(self, arrays, hidden, token, *each)
+        found = Head._log_prob(self, arrays, hidden, token, *each, counted)
       else:
-        found = self._log_prob(arrays, hidden, token, temperature)
+        found = self._log_prob(arrays, hidden, token, temperature, counted)
       return jnp.where(known, found, jnp.nan if counted is None else jnp.where(counted, jnp.nan, 0))
 
     return self._on_devices(body, hidden, tokens, mask, *each)
@@ -241,7 +241,7 @@ class Head(VocabularyLayer):
       known, token = in_vocabulary(tokens, self.vocab)
       # Not in a hook: each device would draw, and variables cannot be written in a `shard_map`.
       parts, of_targets = self._training_parts(tokens)
-      log_prob, terms = self._terms_of(parts, hidden, token, known)
+      log_prob, terms = self._terms_of(parts, hidden, token, known, counted)
       # Tokens that are left out are unknown, too: -1.
       missing = jnp.nan if counted is None else jnp.where(counted, jnp.nan, 0.0)
       return jnp.where(known, log_prob, missing), terms | of_targets
@@ -367,8 +367,13 @@ class Head(VocabularyLayer):
     hidden: Float[Array, "*B D"],
     token: Int[Array, "*B"],
     temperature: Float[Array, "*B"] | float | int,
+    counted: Bool[Array, "*B"] | None,
   ) -> Float[Array, "*B"]:
-    """Log-probability of tokens; a head that overrides it gets a number as the temperature."""
+    """Log-probability of tokens; a head that overrides it gets a number as the temperature.
+
+    Nobody reads what it is where `counted` is False: such tokens need not be scored. None: all are.
+    """
+    del counted
     arrays, hidden = vocab_parallel.varying((arrays, hidden))
     return sampling.log_prob(self._scores(arrays, hidden), token, temperature)
 
@@ -378,10 +383,14 @@ class Head(VocabularyLayer):
     hidden: Float[Array, "*B D"],
     token: Int[Array, "*B"],
     known: Bool[Array, "*B"],
+    counted: Bool[Array, "*B"] | None,
   ) -> tuple[Float[Array, "*B"], Terms]:
-    """Log-probability of tokens, and the terms of those that are `known` to count."""
+    """Log-probability of tokens, and the terms of those that are `known` to count.
+
+    `counted` is as in `_log_prob`.
+    """
     del known
-    return self._log_prob(arrays, hidden, token, 1.0), {}
+    return self._log_prob(arrays, hidden, token, 1.0, counted), {}
 
   def _training_parts(self, tokens: Integer[Array, "*B"]) -> tuple[dict[str, Any], Terms]:
     """The `parts` of `_loss_terms`, and terms that follow from the targets alone.
@@ -416,17 +425,17 @@ class Head(VocabularyLayer):
     has_bias = getattr(self, "use_bias", False) or getattr(self, "token_bias", False)
     return {"bias_init": text.log_frequencies()} if has_bias else {}
 
-  def _terms_of(self, parts, hidden, token, known):
+  def _terms_of(self, parts, hidden, token, known, counted):
     """`_loss_terms` on each device, and by chunks where the number of tokens is a symbol."""
     compute = functools.partial(vocab_parallel.over_vocabulary, self.vocab_axis, self._loss_terms)
     if not symbolic.is_symbolic(hidden):
-      return compute(parts, hidden, token, known)
+      return compute(parts, hidden, token, known, counted)
 
     def of_chunk(*given):
       log_prob, terms = compute(*given)
       return log_prob, jax.tree.map(lambda x: jnp.broadcast_to(x, log_prob.shape), terms)
 
-    log_prob, terms = symbolic.by_chunks(of_chunk, hidden, parts, hidden, token, known)
+    log_prob, terms = symbolic.by_chunks(of_chunk, hidden, parts, hidden, token, known, counted)
     # Terms are means over known tokens, of which each chunk has its own number.
     return log_prob, jax.tree.map(lambda x: mean_over(x, known), terms)
 

@@ -84,11 +84,11 @@ class ClassBasedHead(Head):
     """A product of width D for each class and each token of a class of mean size."""
     return 2 * self.dim * (self.classes + -(-self.vocab // self.classes))
 
-  def _log_prob(self, arrays, hidden, token, temperature):
+  def _log_prob(self, arrays, hidden, token, temperature, counted):
     """Log-probabilities; only the rows of each token's own class are scored."""
     # At another temperature the mass of a class is a sum over its tokens: all are scored.
     if temperature != 1:
-      return super()._log_prob(arrays, hidden, token, temperature)
+      return super()._log_prob(arrays, hidden, token, temperature, counted)
     class_weight, assignment, axis = arrays["class_weight"], arrays["assignment"], self.vocab_axis
     # A token whose class is outside of [0, C) has no probability.
     exists, of_token = in_vocabulary(
@@ -96,7 +96,7 @@ class ClassBasedHead(Head):
     )
     bias = vocab_parallel.own_part(self._class_bias(assignment), class_weight.shape[0], axis)
     log_prob_class = softmax.linear_log_prob(
-      hidden, class_weight, of_token, bias, dtype=self.dtype, vocab_axis=axis
+      hidden, class_weight, of_token, bias, mask=counted, dtype=self.dtype, vocab_axis=axis
     )
     log_prob_token = class_ops.log_prob_in_class(
       hidden, arrays["weight"], assignment, token, of_token, self.classes, self.dtype, axis

@@ -161,7 +161,8 @@ class CodebookHead(RegularizedHead):
     scores, bias = jnp.where(known, scores_BK[..., code], jnp.nan), arrays.get("token_bias")
     return scores if bias is None else scores + bias.astype(jnp.float32)
 
-  def _log_prob(self, arrays, hidden, token, temperature):
+  def _log_prob(self, arrays, hidden, token, temperature, counted):
+    del counted  # K scores of a token are few
     return self._softmax(arrays, hidden, token, temperature=temperature).log_prob
 
   def _softmax(self, arrays, hidden, token, mean=False, temperature=1.0):
@@ -176,7 +177,8 @@ class CodebookHead(RegularizedHead):
       vocab_axis=self.vocab_axis,
     )
 
-  def _loss_terms(self, arrays, hidden, token, known):
+  def _loss_terms(self, arrays, hidden, token, known, counted):
+    del counted
     scores = self._softmax(arrays, hidden, token, mean=self.label_smoothing > 0)
     terms = self._commitment(arrays, hidden, token, known) if self.commitment else {}
     return scores.log_prob, terms | self._regularizers(scores, known)

@@ -94,10 +94,10 @@ class HierarchicalHead(Head):
     # From the order of leaves to that of tokens: token v is read at its leaf.
     return log_prob_BL[..., arrays["leaves"]]
 
-  def _log_prob(self, arrays, hidden, token, temperature):
+  def _log_prob(self, arrays, hidden, token, temperature, counted):
     # Dividing the scores of nodes would be another distribution than dividing log-probabilities.
     if temperature != 1:
-      return super()._log_prob(arrays, hidden, token, temperature)
+      return super()._log_prob(arrays, hidden, token, temperature, counted)
     leaf = vocab_parallel.sharded_lookup(arrays["leaves"], token, self.vocab_axis)
     path = vocab_parallel.sharded_lookup(arrays["paths"], leaf, self.vocab_axis)
     return tree_ops.leaf_log_prob(hidden, arrays["weight"], path, leaf, self.dtype, self.vocab_axis)

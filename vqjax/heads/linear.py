@@ -92,10 +92,10 @@ class LinearHead(RegularizedHead):
       output=self._output(),
     )
 
-  def _log_prob(self, arrays, hidden, token, temperature):
-    return self._softmax(arrays, hidden, token, temperature=temperature).log_prob
+  def _log_prob(self, arrays, hidden, token, temperature, counted):
+    return self._softmax(arrays, hidden, token, counted, temperature=temperature).log_prob
 
-  def _softmax(self, arrays, hidden, token, mean=False, temperature=1.0):
+  def _softmax(self, arrays, hidden, token, counted, mean=False, temperature=1.0):
     return softmax.linear_softmax(
       self._projected(arrays, hidden),
       self._rows(arrays),
@@ -104,13 +104,14 @@ class LinearHead(RegularizedHead):
       temperature=temperature,
       output=self._output(),
       mean=mean,
+      mask=counted,
       dtype=self.dtype,
       vocab_axis=self.vocab_axis,
     )
 
-  def _loss_terms(self, arrays, hidden, token, known):
+  def _loss_terms(self, arrays, hidden, token, known, counted):
     # The mean over the vocabulary costs work in every tile; the log-normaliser is there anyway.
-    scores = self._softmax(arrays, hidden, token, mean=self.label_smoothing > 0)
+    scores = self._softmax(arrays, hidden, token, counted, mean=self.label_smoothing > 0)
     return scores.log_prob, self._regularizers(scores, known)
 
   def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:

@@ -86,7 +86,7 @@ class LowRankHead(Head):
     narrow_BR, dtype = self._project(arrays, hidden)
     return softmax.linear_scores(narrow_BR, arrays["weight"], arrays["bias"], dtype)
 
-  def _log_prob(self, arrays, hidden, token, temperature):
+  def _log_prob(self, arrays, hidden, token, temperature, counted):
     narrow_BR, dtype = self._project(arrays, hidden)
     return softmax.linear_log_prob(
       narrow_BR,
@@ -94,6 +94,7 @@ class LowRankHead(Head):
       token,
       arrays["bias"],
       temperature=temperature,
+      mask=counted,
       dtype=dtype,
       vocab_axis=self.vocab_axis,
     )

@@ -121,16 +121,17 @@ class MixtureHead(Head):
     """A weight on every device, gathered straight from those that hold its parts."""
     return vocab_parallel.token_shards(self.vocab_axis).whole(weight)
 
-  def _log_prob(self, arrays, hidden, token, temperature):
+  def _log_prob(self, arrays, hidden, token, temperature, counted):
     # A temperature divides the log of the mixture, which is not a mixture at this temperature.
     if temperature != 1:
-      return super()._log_prob(arrays, hidden, token, temperature)
+      return super()._log_prob(arrays, hidden, token, temperature, counted)
     log_prior_BM = self._log_prior(arrays, hidden)
     log_prob_BM = softmax.linear_log_prob(
       self._projected(arrays, hidden),
       arrays["weight"],
       jnp.broadcast_to(token[..., None], log_prior_BM.shape),
       arrays["bias"],
+      mask=None if counted is None else jnp.broadcast_to(counted[..., None], log_prior_BM.shape),
       dtype=self._operand_dtype(hidden, arrays["weight"]),
       vocab_axis=self.vocab_axis,
     )

@@ -227,8 +227,8 @@ class LearnedProductHead(_ProductTables):
     codes = codes.astype(code_dtype(self.codes))
     return RowFactory((latent, codes), tables, product.straight_through_rows)
 
-  def _loss_terms(self, arrays, hidden, token, known):
-    log_prob, terms = super()._loss_terms(arrays, hidden, token, known)
+  def _loss_terms(self, arrays, hidden, token, known, counted):
+    log_prob, terms = super()._loss_terms(arrays, hidden, token, known, counted)
     token_N = token.reshape(-1)
     latent_ND = vocab_parallel.sharded_lookup(arrays["latent"], token_N, self.vocab_axis)
     # Of the commitment the latent row alone has a gradient: the loss moves the tables.

@@ -260,7 +260,7 @@ class RoutedHead(DenseRows):
     log_mass_BC = routes.scores / temperature + self._log_size(arrays, temperature)
     return jnp.where(routes.is_chosen, -jnp.inf, log_mass_BC)
 
-  def _log_prob(self, arrays, hidden, token, temperature):
+  def _log_prob(self, arrays, hidden, token, temperature, counted):
     if self._is_few(hidden):
       routes, score_Bn, _ = self._candidates(arrays, hidden)
       log_chosen = jax.nn.logsumexp(score_Bn / temperature, axis=-1)

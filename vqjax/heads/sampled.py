@@ -73,9 +73,9 @@ class SampledSoftmaxHead(DenseHead):
       parts["candidates"] = Replicated(drawn)
     return parts, terms
 
-  def _loss_terms(self, arrays, hidden, token, known):
+  def _loss_terms(self, arrays, hidden, token, known, counted):
     if "candidates" not in arrays:
-      return super()._loss_terms(arrays, hidden, token, known)
+      return super()._loss_terms(arrays, hidden, token, known, counted)
     scores = sampled_softmax.sampled_softmax(
       hidden,
       self._rows(arrays).all(),

@@ -170,16 +170,17 @@ class TwoLevelHead(GroupDecodingHead):
     group, slot = self._group_and_slot(arrays, jnp.arange(self.vocab, dtype=jnp.int32))
     return log_prob_BGS[..., group, slot]
 
-  def _log_prob(self, arrays, hidden, token, temperature):
+  def _log_prob(self, arrays, hidden, token, temperature, counted):
     # At another temperature the mass of a group is a sum over its slots: all are scored.
     if temperature != 1:
-      return super()._log_prob(arrays, hidden, token, temperature)
+      return super()._log_prob(arrays, hidden, token, temperature, counted)
     group, slot = self._group_and_slot(arrays, token)
     log_prob_group = softmax.linear_log_prob(
       hidden,
       arrays["group_weight"],
       group,
       arrays["group_bias"],
+      mask=counted,
       dtype=self.dtype,
       vocab_axis=self.vocab_axis,
     )

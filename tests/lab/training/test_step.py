@@ -58,8 +58,8 @@ def test_a_step_repeats_itself_bitwise_and_differs_from_the_next(batch):
 @pytest.mark.slow
 def test_auxiliary_terms_join_the_loss_and_the_metrics(batch):
   class Penalised(DenseHead):
-    def _loss_terms(self, arrays, hidden, token, known):
-      log_prob, terms = super()._loss_terms(arrays, hidden, token, known)
+    def _loss_terms(self, arrays, hidden, token, known, counted):
+      log_prob, terms = super()._loss_terms(arrays, hidden, token, known, counted)
       return log_prob, terms | {"penalty": 3.0 * (hidden**2).mean()}
 
   model = decoder().clone(head=Penalised(11, 8))
