@@ -20,7 +20,8 @@ LINE = "on thecat  and the naïve 東京 house\n"
 def test_matched_tokens_spell_the_same_text(kinds, tmp_path):
   old, new = (pieces() if kind == "pieces" else trained(kind, tmp_path) for kind in kinds)
   source, parts = match(old, new, old.vocab, new.vocab)
-  spelled = [int(t) for n in new.encode(LINE) for t in parts.get(n, [source[n]])]
+  source = source.tolist()
+  spelled = [token for n in new.encode(LINE) for token in parts.get(n, [source[n]])]
   assert old.decode(spelled).strip() == new.decode(new.encode(LINE)).strip() == LINE.strip()
   same = {old.piece(old.eos[0]), new.piece(new.eos[0])}
   assert old.piece(source[new.eos[0]]) in same
