@@ -85,7 +85,8 @@ def _trained(s: DPQSetting, row: DPQRow, seed: int = 0) -> StudyJob:
 def _derived(s: DPQSetting, row: DPQRow) -> StudyJob:
   source = _trained(s, DPQRow("full", "Full", full(s)))
   experiment, folder = s.make("full", full(s), seed=0), pathlib.Path(s.path("full"))
-  settings = {"embedding": repr(row.embedding)}
+  # A field that is newer than the kept results counts where it is set.
+  settings = {"embedding": repr(row.embedding).replace("    rotated = False\n", "")}
   measure = lambda: measure_derived(experiment, folder, row)
   return derived(f"{s.name}/{row.name}", row.label, source, settings, measure)
 
