@@ -29,11 +29,7 @@ def kept(name):
   ("shown", "name", "page"),
   [
     (gemma_compression.shown, "compression.json", "results/pretrained.md"),
-    (
-      lambda found: gemma_compression.shown(found).split("\n\n")[0],
-      "compression-packed.json",
-      "results/pretrained.md",
-    ),
+    (gemma_compression.shown, "compression-packed.json", "results/pretrained.md"),
     (small_models.shown, "compression-small.json", "results/pretrained.md"),
     (routed.shown, "routed.json", "results/pretrained.md"),
     (trimming.shown, "trimming.json", "results/pretrained.md"),

@@ -237,7 +237,8 @@ class XorHash(_Hash):
   ) -> XorHash:
     """The hash of a layer of Engram.
 
-    Tokens are canonical ids: those of pieces that read alike are equal.
+    Tokens are canonical ids: those of pieces that read alike are equal. It was not compared with
+    the authors' program, whose multipliers and sizes may be others.
 
     Args:
       vocab: number of canonical ids.
@@ -282,7 +283,8 @@ class XorHash(_Hash):
 class PolynomialHash(_Hash):
   """t0 + t1 V + t2 V^2 + ..., modulo each head's size; t0 is the token, t1 the one before.
 
-  The rolling hash of LongCat-Flash-Lite (arXiv 2601.21204, Section 3). A head of pairs as large as
+  The rolling hash of LongCat-Flash-Lite (arXiv 2601.21204, Section 3); not compared with the
+  authors' program. A head of pairs as large as
   V^2 has a row for each pair.
 
   Attributes:
@@ -461,7 +463,7 @@ class Reading(NamedTuple):
 def readings(tokens: Integer[np.ndarray, "T"], of: XorHash | PolynomialHash) -> list[Reading]:
   """Load, collisions and entropy of every head, for a text."""
   tokens = np.asarray(tokens)
-  ids, shifted = of(tokens), None
+  ids = of(tokens)
   history = np.concatenate([np.full(of.order - 1, of.pad), tokens])
   shifted = [x[of.order - 1 :] for x in of._shifted(history, np)]
   found, head = [], 0
