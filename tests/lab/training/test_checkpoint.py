@@ -161,6 +161,23 @@ def test_a_run_whose_checkpoints_are_gone_is_refused_and_left_alone(saved):
   assert (saved / "progress.json").exists()
 
 
+def test_progress_names_only_checkpoints_that_have_their_final_name(tmp_path, monkeypatch):
+  write = Checkpoints._write_progress
+  seen = []
+
+  def spy(self, step):
+    seen.append((tmp_path / "checkpoints" / str(step)).is_dir())
+    write(self, step)
+
+  monkeypatch.setattr(Checkpoints, "_write_progress", spy)
+  checkpoints = Checkpoints(tmp_path, keep=1)
+  checkpoints.save(state_at(1), {})
+  checkpoints.save(state_at(2), {})
+  checkpoints.close()
+  assert seen == [True, True]
+  assert json.loads((tmp_path / "progress.json").read_text())["checkpoint"] == 2
+
+
 def test_metrics_tell_that_a_run_has_lost_its_checkpoints(tmp_path):
   row = records.sealed({"step": 9})
   (tmp_path / "metrics.jsonl").write_text(records.dumps(row))

@@ -117,7 +117,6 @@ class Checkpoints:
     options = ocp.CheckpointManagerOptions(
       preservation_policy=policy.AnyPreservationPolicy([policy.LatestN(keep), best]),
       cleanup_tmp_directories=True,  # of a run that was killed while it saved
-      async_options=ocp.AsyncOptions(post_finalization_callback=self._write_progress),
       **BEST,
     )
     with disk_errors(self.folder):
@@ -179,10 +178,9 @@ class Checkpoints:
       f" Restore one. {START_AFRESH.format(run)}"
     )
 
-  def _write_progress(self, step: int | None = None) -> None:
-    """Remember the newest complete checkpoint; Orbax calls it after the end of a save."""
+  def _write_progress(self, step: int) -> None:
+    """Remember the newest complete checkpoint."""
     if is_main():
-      step = self._saving if step is None else step
       records.write(self.folder.parent / "progress.json", {"checkpoint": step})
 
   @property
@@ -203,10 +201,10 @@ class Checkpoints:
     record = _Record(self.owner, position, arrays, metrics)
     record = records.sealed(dataclasses.asdict(record))
     items = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record))
+    self.wait()
     with self._explained_errors():
-      self._manager.wait_until_finished()
-      self._saving = int(state.step)
-      self._manager.save(self._saving, args=items, metrics=metrics)
+      self._manager.save(int(state.step), args=items, metrics=metrics)
+    self._saving = int(state.step)
 
   def restore(self, like: TrainState) -> Restored | None:
     """Return the newest intact checkpoint, or None in a folder without any.
@@ -281,9 +279,15 @@ class Checkpoints:
     """Wait until everything is on disk; raise the errors of asynchronous writes."""
     with self._explained_errors():
       self._manager.wait_until_finished()
+      # Not in Orbax's callback, which comes before the checkpoint has its final name: a run that is
+      # killed between the two would miss a checkpoint that never was.
+      if self._saving is not None:
+        self._write_progress(self._saving)
+        self._saving = None
 
   def close(self) -> None:
     """Finish saving and stop the background threads; raise the errors of asynchronous writes."""
+    self.wait()
     with self._explained_errors():
       self._manager.close()
 
