@@ -60,10 +60,10 @@ def floats(rng, shape, scales=(1,), name="weight_scale"):
   return {"weight": numbers, name: scale}, numbers.astype(np.float32) * scale
 
 
-def blocks(rng, shape, name="weight_scale"):
+def blocks(rng, shape, name="weight_scale", dtype=np.float32):
   numbers = rng.standard_normal(shape).astype(FLOAT8)
-  scale = rng.random([-(-n // size) for n, size in zip(shape, BLOCK)]).astype(np.float32)
-  of = numbers.astype(np.float32) * spread(scale, shape, *BLOCK)
+  scale = rng.random([-(-n // size) for n, size in zip(shape, BLOCK)]).astype(dtype)
+  of = numbers.astype(np.float32) * spread(scale.astype(np.float32), shape, *BLOCK)
   return {"weight": numbers, name: scale}, of
 
 
@@ -77,7 +77,11 @@ COMPRESSED = {
   "down_proj": blocks,
 }
 FP8 = dict.fromkeys(COMPRESSED, lambda *given: blocks(*given, "weight_scale_inv"))
-FP8 |= {"o_proj": lambda *given: floats(*given, (), "weight_scale_inv")}
+FP8 |= {
+  "o_proj": lambda *given: floats(*given, (), "weight_scale_inv"),
+  # Powers of two, as DeepSeek V3.1 has them.
+  "up_proj": lambda *given: blocks(*given, "weight_scale_inv", ml_dtypes.float8_e8m0fnu),
+}
 
 GROUPS = [
   {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8},
