@@ -24,6 +24,7 @@ from experiments.bench import losses, measure
 from experiments.studies import study_page
 from vqjax.lab import chips, exits
 from vqjax.lab.report import units
+from vqjax.lab.report.frames import markdown, show_frame
 from vqjax.lab.training.provenance import provenance
 from vqjax.lm import records
 
@@ -416,7 +417,7 @@ def update(path: pathlib.Path, result: Mapping[str, Any]) -> bool:
     f"XLA of jaxlib {made_by['versions']['jaxlib']} for {made_by['device']}, float32,"
     f" {result['tokens']:,} tokens; {made_by['date'][:10]}, commit {made_by['commit']}."
   )
-  blocks = {name: study_page.markdown(table) for name, table in article_tables(result).items()}
+  blocks = {name: markdown(table) for name, table in article_tables(result).items()}
   right = sum(claim.holds for claim in claims() if claim.printed)
   blocks["claims"] += f"\n\nThe other {right} numbers are right."
   return study_page.update_page(path, blocks | {"origin": origin})
@@ -431,7 +432,7 @@ def main() -> int:
     records.write(RESULTS, measured_memory())
   result = json.loads(RESULTS.read_text("utf-8"))
   for name, table in article_tables(result).items():
-    study_page.show_frame(Console(), name, table)
+    show_frame(Console(), name, table)
   update(PAGE, result)
   return 0
 

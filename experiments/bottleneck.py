@@ -31,6 +31,7 @@ from vqjax.convert.trained_variables import part_of
 from vqjax.lab import exits, starting_points
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import PennTreebank, Windows, WordTokenizer
+from vqjax.lab.report.frames import markdown
 from vqjax.lab.training import fit, read_run_variables
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run_folder import load_text
@@ -332,7 +333,7 @@ def update(path: pathlib.Path, result: Mapping[str, Any]) -> bool:
   rows = result["rows"]
   distinct = lambda key: ", ".join(sorted({str(r["provenance"][key]) for r in rows.values()}))
   origin = f"Commits {distinct('commit')}, on {distinct('device')}."
-  blocks = {"heads": study_page.markdown(heads_table(rows)), "origin": origin}
+  blocks = {"heads": markdown(heads_table(rows)), "origin": origin}
   return study_page.update_page(path, blocks)
 
 

@@ -22,8 +22,8 @@ from collections.abc import Callable
 import numpy as np
 
 from experiments.studies.comparison import compressed, rows
-from experiments.studies.tuning import with_fields
 from vqjax.lab import exits
+from vqjax.lab.config import with_fields
 from vqjax.lab.training import fit, read_run_variables
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run_folder import load_text

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from experiments.bench.speculation import ADAPTIVE, FREQUENT, PLAIN, SAMPLINGS
 from experiments.studies import study_page
 from vqjax.lab import exits
+from vqjax.lab.report.frames import markdown
 from vqjax.lab.report.units import MISSING
 from vqjax.lm.pages import INK, SERIES, blank
 
@@ -36,12 +37,12 @@ def update(path: pathlib.Path, figures: Figures, of_run: Figures, of_medusa: Fig
     of_medusa: those of `medusa`.
   """
   blocks = {
-    "speculation-speed": study_page.markdown(speed_table(figures), left=2),
-    "speculation-heads": study_page.markdown(heads_table(figures)),
+    "speculation-speed": markdown(speed_table(figures), left=2),
+    "speculation-heads": markdown(heads_table(figures)),
     "speculation-origin": origin(figures),
-    "speculation-run-speed": study_page.markdown(speed_table(of_run), left=2),
+    "speculation-run-speed": markdown(speed_table(of_run), left=2),
     "speculation-run-origin": origin(of_run),
-    "medusa": study_page.markdown(medusa_table(of_medusa), left=2),
+    "medusa": markdown(medusa_table(of_medusa), left=2),
     "medusa-origin": medusa_origin(of_medusa),
   }
   return study_page.update_page(path, blocks)

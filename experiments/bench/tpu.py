@@ -37,6 +37,7 @@ from vqjax import (
 from vqjax.lab import chips, exits
 from vqjax.lab.plan import compiling
 from vqjax.lab.report import units
+from vqjax.lab.report.frames import markdown
 from vqjax.lab.training import provenance
 
 RESULTS = pathlib.Path("docs/results/tpu_losses.jsonl")
@@ -289,8 +290,8 @@ def render_losses(rows: Mapping[LossOnChip, dict[str, Any]], path: pathlib.Path)
   columns = ["D", "V", "program", *(f"{chip}, estimated ms" for chip in TOPOLOGIES)]
   losses = pd.DataFrame(filter(None, times), columns=[*columns, "temporaries, v5e"])
   blocks = {
-    "times": study_page.markdown(losses, left=3),
-    "decoding": study_page.markdown(_decoding(rows), left=4),
+    "times": markdown(losses, left=3),
+    "decoding": markdown(_decoding(rows), left=4),
   }
   study_page.update_page(path, blocks)
 

@@ -31,6 +31,7 @@ import vqjax
 from experiments.studies import study_page
 from vqjax.lab import exits
 from vqjax.lab.plan import compiling
+from vqjax.lab.report.frames import markdown
 from vqjax.ops import distillation
 from vqjax.ops.scores import ScoreOptions
 from vqjax.outputs import write_text
@@ -319,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows[name] = measured(name, compiler)
         print(compiler, name, *rows[name], file=sys.stderr, flush=True)
         write_text(RESULTS, json.dumps(found, indent=1) + "\n")
-  study_page.update_page(PAGE, {"memory": study_page.markdown(table(found), left=1)})
+  study_page.update_page(PAGE, {"memory": markdown(table(found), left=1)})
   print("\n".join(too_large(found)), end="")
   return int(bool(too_large(found)))
 

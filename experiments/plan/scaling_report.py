@@ -45,12 +45,12 @@ def _least(plan: Mapping[str, Any]) -> str:
 def update(rows: PlanRows, path: pathlib.Path) -> None:
   """Rewrite the page's table of plans, and one for each model and quantity."""
   configs = dict.fromkeys(cell.config for cell in rows)
-  blocks = {"plans": study_page.markdown(_plans(rows))}
+  blocks = {"plans": markdown(_plans(rows))}
   for config in configs:
     some = {cell: row for cell, row in rows.items() if cell.config == config}
     if any(some.values()):
       blocks |= {
-        f"{config}-{name}": study_page.markdown(_table(some, value), left=2)
+        f"{config}-{name}": markdown(_table(some, value), left=2)
         for name, value in _METRICS.items()
       }
   study_page.update_page(path, blocks)

@@ -1,14 +1,12 @@
 """Tables and the figure of the comparison of heads."""
 
 import collections
-import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
-import scipy.stats
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -20,9 +18,12 @@ from experiments.studies.comparison.rows import (
   deployed,
   rows,
 )
-from experiments.studies.study_page import DOCS, Results, Spread
+from experiments.studies.study_page import DOCS
 from vqjax.lab.report import units
+from vqjax.lab.report.frames import markdown
 from vqjax.lab.report.plots import byte_axis, label_points
+from vqjax.lab.study import seeds
+from vqjax.lab.study.seeds import Interval, Results, Spread, finished_results
 from vqjax.lm.pages import SERIES, blank
 
 EQUIVALENCE = 1.0
@@ -32,52 +33,9 @@ AT_RANDOM = "dense"
 """The row of the untied full softmax that begins at random."""
 
 
-class Interval(NamedTuple):
-  """A paired difference of perplexities in per cent, with its 95 % interval.
-
-  Attributes:
-    mean: exp of the mean difference in nats, minus 1.
-    low: lower end of the interval of Student's t over the seeds; None for one seed.
-    high: upper end; None for one seed.
-  """
-
-  mean: float
-  low: float | None = None
-  high: float | None = None
-
-  @classmethod
-  def of(cls, nats: Sequence[float]) -> "Interval | None":
-    """The interval of differences in nats a token over the seeds; None without any."""
-    if not nats:
-      return None
-    per_cent = lambda x: 100 * math.expm1(x)
-    mean = statistics.fmean(nats)
-    if len(nats) == 1:
-      return cls(per_cent(mean))
-    error = statistics.stdev(nats) / math.sqrt(len(nats))
-    half = error * scipy.stats.t.ppf(0.975, len(nats) - 1)
-    return cls(per_cent(mean), per_cent(mean - half), per_cent(mean + half))
-
-  @property
-  def verdict(self) -> str | None:
-    """ "equal", "better" or "worse" if the interval shows it; None otherwise."""
-    if self.low is None:
-      return None
-    if self.low >= -EQUIVALENCE and self.high <= EQUIVALENCE:
-      return "equal"
-    if self.high < 0:
-      return "better"
-    return "worse" if self.low > 0 else None
-
-  def __str__(self) -> str:
-    ends = "" if self.low is None else f" ({self.low:+.1f} to {self.high:+.1f})"
-    return f"{self.mean:+.1f}{ends}"
-
-
 def paired(results: Results, row: str, reference: str) -> Interval | None:
   """The difference of two rows' test perplexities, over the seeds that both have."""
-  own, other = _nats(results, row), _nats(results, reference)
-  return Interval.of([own[seed] - other[seed] for seed in sorted(own.keys() & other)])
+  return seeds.paired(_nats(results, row), _nats(results, reference))
 
 
 def from_reference(results: Results, row: str, reference: str) -> Interval | None:
@@ -93,7 +51,7 @@ def from_reference(results: Results, row: str, reference: str) -> Interval | Non
 
 
 def _nats(results: Results, row: str) -> dict[int, float]:
-  runs = study_page.finished_results(results, row)
+  runs = finished_results(results, row)
   return {seed: run["test"]["nats_per_token"] for seed, run in runs.items()}
 
 
@@ -125,7 +83,7 @@ def comparison_table(
     costs: figures of the benchmark "compared" for the setting; {} without.
   """
   reference = s.rows[0]
-  of_reference = study_page.finished_results(results, f"{s.name}/{reference}")
+  of_reference = finished_results(results, f"{s.name}/{reference}")
   shown = []
   for row, runs in _ranked(results, s):
     one = next(iter(runs.values()))
@@ -137,7 +95,7 @@ def comparison_table(
       "head": row.label,
       "test perplexity": _perplexity(runs).show(1),
       "% from the reference": difference and str(difference),
-      "verdict": difference and difference.verdict,
+      "verdict": difference and difference.verdict(EQUIVALENCE),
     }
     if of_reference:
       parts = next(iter(of_reference.values()))
@@ -177,7 +135,7 @@ def _ranked(
   results: Results, s: ComparisonSetting
 ) -> list[tuple[ComparisonRow, dict[int, dict[str, Any]]]]:
   """The rows that were run and their runs by seed, the lowest mean perplexity first."""
-  every = [(row, study_page.finished_results(results, f"{s.name}/{row.name}")) for row in rows(s)]
+  every = [(row, finished_results(results, f"{s.name}/{row.name}")) for row in rows(s)]
   return sorted([one for one in every if one[1]], key=lambda one: _perplexity(one[1]).mean)
 
 
@@ -206,7 +164,7 @@ def summary(results: Results, s: ComparisonSetting) -> str:
   missing = [
     f"`{s.name}/{row.name}`"
     for row in rows(s)
-    if not study_page.finished_results(results, f"{s.name}/{row.name}")
+    if not finished_results(results, f"{s.name}/{row.name}")
   ]
   parts = [f"{of:.1f} hours of processes on {name}s" for name, of in sorted(spent.items())]
   took = f"Trainings and tunings took {' and '.join(parts) or units.MISSING}."
@@ -230,7 +188,7 @@ def compared_bytes_figure(results: Results, s: ComparisonSetting) -> Figure | No
   """Bytes of the head against test perplexity, by name."""
   points = []
   for row in rows(s):
-    runs = study_page.finished_results(results, f"{s.name}/{row.name}").values()
+    runs = finished_results(results, f"{s.name}/{row.name}").values()
     if runs and (size := head_bytes(row, next(iter(runs)), s)):
       perplexity = statistics.fmean(run["test"]["perplexity"] for run in runs)
       points.append((size, perplexity, row.name))
@@ -279,8 +237,8 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     tuned.append(tables["tunings"])
     for title in ("heads", "runs") if s.name == "ptb" else ("heads",):
       frame = tables[title]
-      blocks[f"{s.name}-{title}"] = study_page.markdown(frame) if len(frame) else units.MISSING
+      blocks[f"{s.name}-{title}"] = markdown(frame) if len(frame) else units.MISSING
     blocks[f"{s.name}-summary"] = summary(results, s)
     figures[f"comparison-{s.name}.png"] = compared_bytes_figure(results, s)
-  blocks["tunings"] = study_page.markdown(pd.concat(tuned), left=3)
+  blocks["tunings"] = markdown(pd.concat(tuned), left=3)
   return study_page.publish_page(docs, "comparison", results, blocks, figures)

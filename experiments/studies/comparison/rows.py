@@ -16,7 +16,6 @@ from flax import linen as nn
 from experiments.studies.comparison.compressed import InFile, InMemory, Method
 from experiments.studies.comparison.manuals import Manuals
 from experiments.studies.lstm import LSTM, SymmetricUniform
-from experiments.studies.tuning import SearchSpace, stretched
 from vqjax import DenseEmbedding, Embedding, Head, assign, convert, heads
 from vqjax.assign import trees
 from vqjax.embeddings import PackedEmbedding
@@ -34,6 +33,7 @@ from vqjax.lab.data import (
   Windows,
   WordTokenizer,
 )
+from vqjax.lab.study.tuning import SearchSpace, stretched
 from vqjax.lab.training import SGD
 from vqjax.lm.models import LanguageModel, Transformer
 

@@ -25,10 +25,11 @@ from experiments.studies.comparison.rows import (
   run_name,
 )
 from experiments.studies.held_out import held_out_scores
-from experiments.studies.study import Study, StudyJob, derived, training_job, values_identity
-from experiments.studies.tuning import tuned, tuning, with_fields
+from experiments.studies.study import PaperStudy
 from vqjax.lab import exits
-from vqjax.lab.config import Experiment, config_hash
+from vqjax.lab.config import Experiment, config_hash, with_fields
+from vqjax.lab.study.jobs import StudyJob, derived, training_job, values_identity
+from vqjax.lab.study.tuning import tuned, tuning
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run_folder import load_text
@@ -174,7 +175,7 @@ def _taught(job: StudyJob, teacher: StudyJob) -> StudyJob:
   return dataclasses.replace(job, make=make, needs=(*job.needs, teacher.name))
 
 
-STUDY = Study(
+STUDY = PaperStudy(
   name="comparison",
   description=__doc__,
   scales=tuple(SCALES),

@@ -14,8 +14,10 @@ from matplotlib.ticker import LogLocator
 from experiments.studies import study_page
 from experiments.studies.dpq.rows import rows
 from experiments.studies.dpq.settings import SCALES, STAND_INS, CodeSize, DPQSetting
-from experiments.studies.study_page import DOCS, Results
+from experiments.studies.study_page import DOCS
 from vqjax.lab.report import INK, SERIES, units
+from vqjax.lab.report.frames import markdown
+from vqjax.lab.study.seeds import Results, Spread, finished_results, results_by_seed
 
 PRINTED = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))
 """The scores and compression ratios that the paper prints: table, "setting/row", column, value."""
@@ -64,8 +66,8 @@ WORDS_OF = "ptb-small"
 
 def scores_by_seed(results: Results, name: str) -> dict[int, float]:
   """Score on the test split by seed: BLEU, accuracy in per cent or perplexity."""
-  kept, by_seed = study_page.seeds(results, name), {}
-  for seed, result in study_page.finished_results(results, name).items():
+  kept, by_seed = results_by_seed(results, name), {}
+  for seed, result in finished_results(results, name).items():
     if "bleu" in kept[seed]:
       by_seed[seed] = kept[seed]["bleu"]["score"]
     elif "accuracy" in result["test"]:
@@ -78,10 +80,7 @@ def scores_by_seed(results: Results, name: str) -> dict[int, float]:
 def compression_ratio(results: Results, name: str) -> float | None:
   """Bytes of the float32 table over those of a row's inference form, or None."""
   size = lambda row: next(
-    (
-      one["embedding"]["shipped_bytes"]
-      for one in study_page.finished_results(results, row).values()
-    ),
+    (one["embedding"]["shipped_bytes"] for one in finished_results(results, row).values()),
     None,
   )
   full, own = size(f"{name.split('/')[0]}/full"), size(name)
@@ -106,7 +105,7 @@ def dpq_table(results: Results, scale: str, name: str) -> pd.DataFrame:
     ours = STAND_INS[scale].get((name, theirs), theirs)
     setting = SCALES[scale].get(ours)
     label = {own.name: own.label for own in rows(setting)}.get(kind) if setting else None
-    if label is None or not study_page.seeds(results, f"{ours}/{kind}"):
+    if label is None or not results_by_seed(results, f"{ours}/{kind}"):
       continue
     published = dict(zip(printed.column, printed.value, strict=True))
     title = TITLES[ours] + ("" if ours == theirs else " †")
@@ -122,14 +121,12 @@ def dpq_table(results: Results, scale: str, name: str) -> pd.DataFrame:
 
 
 def _measured(results: Results, name: str) -> dict[str, str | None]:
-  kept, result = study_page.seeds(results, name), study_page.finished_results(results, name)
+  kept, result = results_by_seed(results, name), finished_results(results, name)
   score, full = scores_by_seed(results, name), scores_by_seed(results, f"{name.split('/')[0]}/full")
   # Paired by seed, since the seed also orders the training data.
-  difference = study_page.Spread.of(
-    [score[seed] - full[seed] for seed in sorted(score.keys() & full)]
-  )
+  difference = Spread.of([score[seed] - full[seed] for seed in sorted(score.keys() & full)])
   lost = next((one["embedding"].get("lost") for one in result.values()), None)
-  mean = study_page.Spread.of(list(score.values()))
+  mean = Spread.of(list(score.values()))
   failed = f"{len(kept) - len(result)} failed" if len(kept) > len(result) else None
   return {
     "measured": ", ".join(filter(None, (mean and mean.show(2), failed))),
@@ -225,7 +222,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   }
   left = {"neighbours": 3, "corrected-ratios": 2}
   blocks = {
-    name: study_page.markdown(frame, left.get(name, 1)) if len(frame) else "Not run."
+    name: markdown(frame, left.get(name, 1)) if len(frame) else "Not run."
     for name, frame in frames.items()
   }
   grid, changes = SCALES["cpu"]["ag-news-grid"], SCALES["cpu"]["ag-news-changes"]

@@ -11,8 +11,10 @@ from matplotlib.figure import Figure
 
 from experiments.studies import study_page
 from experiments.studies.grouped.rows import SCALES, TEACHER, rows
-from experiments.studies.study_page import DOCS, Results
+from experiments.studies.study_page import DOCS
 from vqjax.lab.report import INK, SERIES, units
+from vqjax.lab.report.frames import markdown
+from vqjax.lab.study.seeds import Results
 
 BenchFigures = Mapping[str, Any]
 """The measurements of `python -m experiments.bench`."""
@@ -89,7 +91,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   cost = read_cost(docs)
   # The page has no grades as long as the only ones are the paper's.
   frames = page_tables(results, "cpu", cost)
-  blocks = {name: study_page.markdown(f) for name, f in frames.items() if name != "grades"}
+  blocks = {name: markdown(f) for name, f in frames.items() if name != "grades"}
   blocks["not-run"] = not_run(results, "cpu")
   figures = {
     "grouped-losses.png": losses(results),

@@ -40,10 +40,11 @@ from experiments.studies.grouped.rows import (
 from experiments.studies.grouped.sheet import save_sheet
 from experiments.studies.grouped.stories import graded
 from experiments.studies.held_out import held_out_scores
-from experiments.studies.study import Study, StudyJob, derived, training_job
+from experiments.studies.study import PaperStudy
 from vqjax import GroupedHead, Head
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment, config_hash
+from vqjax.lab.study.jobs import JobList, StudyJob, derived, training_job
 from vqjax.lab.training import read_run_variables
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.run_folder import load_text, read_metrics
@@ -101,7 +102,7 @@ def _graded(scale: str, s: GroupedSetting, row: GroupedRow, judge: Judge | None)
     return None
   measure = functools.partial(graded, row.make(s), pathlib.Path(s.path(row.name)), settings, judge)
   job = derived(name, f"grades of {row.label}", _row(s, row), settings, measure)
-  return job if judge is not None or STUDY.is_done(scale, job) else None
+  return job if judge is not None or JobList([job], STUDY.results(scale)).is_done(job) else None
 
 
 def curves(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
@@ -207,7 +208,7 @@ OPTIONS.add_argument(
   "--sheet", metavar="PNG", type=pathlib.Path, help="only draw pictures of the classes to a file"
 )
 
-STUDY = Study(
+STUDY = PaperStudy(
   name="grouped",
   description=__doc__,
   scales=tuple(SCALES),

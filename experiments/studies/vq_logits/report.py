@@ -13,12 +13,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
 
 from experiments.studies import study_page
-from experiments.studies.study_page import DOCS, Results, Spread
+from experiments.studies.study_page import DOCS
 from experiments.studies.vq_logits.rows import VQLogitsRow, paper_rows, rows
 from experiments.studies.vq_logits.settings import SCALES, VQLogitsSetting
 from vqjax import CodebookHead, LearnedCodebookHead, LearnedProductHead, ProductHead
 from vqjax.lab.report import units
+from vqjax.lab.report.frames import markdown
 from vqjax.lab.report.plots import byte_axis, label_points
+from vqjax.lab.study.seeds import Results, Spread, finished_results, results_by_seed
 from vqjax.lm.pages import INK, SERIES, blank
 
 MAIN = {"ptb": "Table 10", "wikitext": "Table 1", "web": "Table 9"}
@@ -76,7 +78,7 @@ class Measurement:
 
 def measurement(results: Results, setting: VQLogitsSetting, row: VQLogitsRow) -> Measurement:
   """The measurement of a row beside the full softmax that was trained as it was."""
-  of = lambda name: study_page.finished_results(results, f"{setting.name}/{name}")
+  of = lambda name: finished_results(results, f"{setting.name}/{name}")
   done = of(row.name)
   from_scratch = not row.needs and row.name != "dense"
   full = of("full-scratch" if from_scratch else "full")
@@ -92,7 +94,7 @@ def measurement(results: Results, setting: VQLogitsSetting, row: VQLogitsRow) ->
     else:
       fixed = ProductHead(vocab, own.dim, own.codes, own.subspaces, token_bias=bias)
     head_bytes = fixed.size().state_bytes
-  every = study_page.seeds(results, f"{setting.name}/{row.name}").values()
+  every = results_by_seed(results, f"{setting.name}/{row.name}").values()
   floors = [kept["floors"] for kept in every if kept.get("floors")]
   mean = lambda key: statistics.fmean(each[key] for each in floors) if floors else None
   return Measurement(
@@ -111,7 +113,7 @@ def measurement(results: Results, setting: VQLogitsSetting, row: VQLogitsRow) ->
 def vocab_size(results: Results, setting: VQLogitsSetting) -> int | None:
   """V, from the number of parameters of a full softmax without bias."""
   for name in ("full", "dense"):
-    for result in study_page.finished_results(results, f"{setting.name}/{name}").values():
+    for result in finished_results(results, f"{setting.name}/{name}").values():
       return result["head"]["params"] // setting.dim
   return None
 
@@ -341,7 +343,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     "table-3": speed_table(speed),
     "kmeans": kmeans_table(study_page.bench(docs, "kmeans")),
   }
-  blocks = {name: study_page.markdown(f) if len(f) else units.MISSING for name, f in frames.items()}
+  blocks = {name: markdown(f) if len(f) else units.MISSING for name, f in frames.items()}
   if speed:
     shape, origin = speed["sizes"]["shape"], speed["provenance"]
     blocks["table-3"] += (

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from experiments.studies.held_out import single_tokens
-from experiments.studies.study import Study, StudyJob, training_job
+from experiments.studies.study import PaperStudy
 from experiments.studies.vq_logits import report
 from experiments.studies.vq_logits.rows import VQLogitsRow, rows
 from experiments.studies.vq_logits.settings import SCALES, VQLogitsSetting
@@ -27,6 +27,7 @@ from vqjax import CodebookHead, LearnedCodebookHead, assign, convert
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import encode_split, fit_tokenizer
+from vqjax.lab.study.jobs import StudyJob, training_job
 from vqjax.lab.training import read_run_variables
 from vqjax.lm.tokenizers import Tokenizer
 
@@ -143,7 +144,7 @@ def _job(setting: VQLogitsSetting, row: VQLogitsRow, seed: int) -> StudyJob:
   )
 
 
-STUDY = Study(
+STUDY = PaperStudy(
   name="vq_logits",
   description=__doc__,
   scales=tuple(SCALES),

@@ -10,9 +10,11 @@ from rich.console import Console
 
 from experiments.studies import study_page
 from experiments.studies.held_out import single_tokens
-from experiments.studies.study import Study, StudyJob
-from experiments.studies.study_page import Spread
+from experiments.studies.study import PaperStudy
 from tests.fakes import FewWords
+from vqjax.lab.report.frames import markdown, show_frame
+from vqjax.lab.study.jobs import StudyJob
+from vqjax.lab.study.seeds import Spread, finished_results, results_by_seed
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def study(tmp_path, monkeypatch, made):
     job("top/grouped", "finished", "a/grouped"),
   ]
   tables = lambda results, scale: print("rendered", *results) or {}
-  return Study("x", "", ("smoke",), lambda scale: jobs, tables, lambda results: [])
+  return PaperStudy("x", "", ("smoke",), lambda scale: jobs, tables, lambda results: [])
 
 
 def test_jobs_that_start_from_a_failed_run_are_skipped_and_the_others_run(study, made, capsys):
@@ -66,7 +68,9 @@ def test_a_second_call_makes_only_what_is_missing(study, made, capsys):
 def test_rendering_makes_nothing_and_leaves_out_results_of_another_configuration(
   study, made, capsys
 ):
-  study.keep("smoke", {"name": "a/grouped", "result": {"status": "finished", "config_hash": "old"}})
+  study.results("smoke").keep(
+    {"name": "a/grouped", "result": {"status": "finished", "config_hash": "old"}}
+  )
   assert study.main(["--scale", "smoke", "--render"]) == 0
   printed = capsys.readouterr()
   assert made == []
@@ -84,9 +88,9 @@ def test_an_unknown_job_is_a_wrong_call_with_a_near_match(study, capsys):
 def test_a_result_replaces_the_earlier_one_of_its_name(study):
   for value in (1, 2):
     result = {"status": "finished", "config_hash": str(value)}
-    study.keep("smoke", {"name": "a/grouped", "result": result})
-    study.keep("smoke", {"name": "a/dense", "result": result})
-  rows = [json.loads(line) for line in study.path("smoke").read_text().splitlines()]
+    study.results("smoke").keep({"name": "a/grouped", "result": result})
+    study.results("smoke").keep({"name": "a/dense", "result": result})
+  rows = [json.loads(line) for line in study.results("smoke").path.read_text().splitlines()]
   assert [row["name"] for row in rows] == ["a/dense", "a/grouped"]
   assert {row["result"]["config_hash"] for row in rows} == {"2"}
 
@@ -94,8 +98,8 @@ def test_a_result_replaces_the_earlier_one_of_its_name(study):
 @pytest.mark.parametrize("line", ["{", '{"name": "a/dense", "scale": "smoke"}', "[1]"])
 def test_a_line_that_is_not_a_result_is_named(study, line):
   result = {"status": "finished", "config_hash": "1"}
-  study.keep("smoke", {"name": "a/dense", "result": result})
-  with study.path("smoke").open("a") as file:
+  study.results("smoke").keep({"name": "a/dense", "result": result})
+  with study.results("smoke").path.open("a") as file:
     file.write(line)
   with pytest.raises(ValueError, match=r"results\.jsonl, line 2, is damaged"):
     study.read("smoke")
@@ -167,7 +171,7 @@ def test_markers_and_blocks_must_match(tmp_path, names):
 
 def test_tables_show_missing_cells_and_leave_out_empty_columns():
   frame = pd.DataFrame({"head": ["a|b", "c"], "number": ["1.0", None], "empty": [None, None]})
-  header, align, *body = study_page.markdown(frame).splitlines()
+  header, align, *body = markdown(frame).splitlines()
   cells = lambda line: [cell.strip() for cell in line.strip("|").split(" | ")]
   assert cells(header) == ["head", "number"]
   assert align.endswith("-:|")
@@ -183,8 +187,8 @@ def test_seeds_are_the_suffixes_of_a_row():
     "ptb/full-s1-more": result("finished"),
     "ptb/full-x": result("finished"),
   }
-  assert study_page.seeds(results, "ptb/full").keys() == {0, 1, 12}
-  assert study_page.finished_results(results, "ptb/full").keys() == {0, 12}
+  assert results_by_seed(results, "ptb/full").keys() == {0, 1, 12}
+  assert finished_results(results, "ptb/full").keys() == {0, 12}
 
 
 def test_a_spread_is_the_mean_and_the_sample_deviation():
@@ -199,7 +203,7 @@ def test_a_wide_table_is_shown_in_parts_with_whole_numbers():
     | {f"{n} per cent": [f"{n}.25 ± {n}.75"] for n in range(9)}
   )
   stream = io.StringIO()
-  study_page.show_frame(Console(file=stream, width=60), "Title", frame)
+  show_frame(Console(file=stream, width=60), "Title", frame)
   lines = stream.getvalue().splitlines()
   assert max(map(len, lines)) <= 60
   assert all(f"{n}.25 ± {n}.75" in stream.getvalue() for n in range(9))

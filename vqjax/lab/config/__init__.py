@@ -11,10 +11,17 @@ the built objects themselves:
 - a module that two others share stays one object through overrides, as with Fiddle's graphs.
 """
 
-from vqjax.lab.config.experiment import FROM_TOKENIZER, Experiment, Train, load_config, with_vocab
+from vqjax.lab.config.experiment import (
+  FROM_TOKENIZER,
+  Experiment,
+  Train,
+  load_config,
+  load_function,
+  with_vocab,
+)
 from vqjax.lab.config.help import help_text
 from vqjax.lab.config.identity import config_hash, describe, difference
-from vqjax.lab.config.override import override
+from vqjax.lab.config.override import override, with_fields
 
 __all__ = [
   "FROM_TOKENIZER",
@@ -25,6 +32,8 @@ __all__ = [
   "difference",
   "help_text",
   "load_config",
+  "load_function",
   "override",
+  "with_fields",
   "with_vocab",
 ]

@@ -9,7 +9,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,9 @@ from vqjax.layer import wanted
 from vqjax.lm.records import one_line, shown
 from vqjax.sharding import MeshShape
 
-__all__ = ["FROM_TOKENIZER", "Experiment", "Train", "load_config", "with_vocab"]
+__all__ = ["FROM_TOKENIZER", "Experiment", "Train", "load_config", "load_function", "with_vocab"]
+
+T = TypeVar("T")
 
 FROM_TOKENIZER = 0
 """The `vocab` of modules in a config file that `with_vocab` replaces by the tokenizer's."""
@@ -240,6 +242,17 @@ def load_config(path: str | pathlib.Path) -> Experiment:
     ValueError: the file defines no `experiment` function, or that returns something else; or an
       error of the file, with the line that it is in.
   """
+  return load_function(path, "experiment", Experiment)
+
+
+def load_function(path: str | pathlib.Path, function: str, kind: type[T]) -> T:
+  """Import a Python file and return what its function returns; errors as of `load_config`.
+
+  Args:
+    path: the file.
+    function: name of the function, which has no arguments.
+    kind: class of what it returns.
+  """
   path = pathlib.Path(path)
   if not path.is_file() or path.suffix != ".py":
     there = sorted(p.stem for p in path.parent.glob("*.py") if not p.stem.startswith("_"))
@@ -261,24 +274,25 @@ def load_config(path: str | pathlib.Path) -> Experiment:
   # Dataclasses look up the module of their annotations here, while the file still executes.
   sys.modules[name] = module
   try:
-    with _errors_with_lines(path):
+    with errors_with_lines(path):
       spec.loader.exec_module(module)
   except BaseException:
     del sys.modules[name]
     raise
-  if not callable(getattr(module, "experiment", None)):
-    raise ValueError(f"`config` must define a function experiment(); got none in {path}. Add it.")
-  with _errors_with_lines(path):
-    made = module.experiment()
-  if not isinstance(made, Experiment):
+  if not callable(getattr(module, function, None)):
+    raise ValueError(f"`config` must define a function {function}(); got none in {path}. Add it.")
+  with errors_with_lines(path):
+    made = getattr(module, function)()
+  if not isinstance(made, kind):
+    where = kind.__module__.split(".")[2]
     raise ValueError(
-      f"experiment() of {path} must return a config.Experiment; got {made!r}. Return one."
+      f"{function}() of {path} must return a {where}.{kind.__name__}; got {made!r}. Return one."
     )
   return made
 
 
 @contextlib.contextmanager
-def _errors_with_lines(path: pathlib.Path) -> Iterator[None]:
+def errors_with_lines(path: pathlib.Path) -> Iterator[None]:
   """Name the file and the line of an error in a config, or in a file that it imports."""
   try:
     yield

@@ -6,7 +6,7 @@ import pathlib
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from vqjax.lab.config.experiment_tree import (
 )
 from vqjax.lab.config.identity import is_dtype
 
-__all__ = ["override"]
+__all__ = ["override", "with_fields"]
 
 NoneType = types.NoneType
 
@@ -59,18 +59,39 @@ def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
     ValueError: an assignment has no '=', an unknown field or a text of the wrong type; a field
       holds an object or a function, or is set to two values. The message names the remedy.
   """
-  changes: dict[int, dict[str, Any]] = {}
+  fields: list[tuple[str, Any]] = []
   for assignment in assignments:
     path, equals, text = assignment.partition("=")
     if not equals:
       raise ValueError(f"an override must be PATH=VALUE; got {assignment!r}. Add =VALUE.")
     owner, name = _owner(experiment, path)
-    value, fields = _value(owner, name, path, text), changes.setdefault(id(owner), {})
-    if name in fields and fields[name] != value:
+    fields.append((path, _value(owner, name, path, text)))
+  return _replaced(experiment, fields)
+
+
+def with_fields(experiment: Experiment, fields: Mapping[str, Any]) -> Experiment:
+  """Return the experiment with fields set to values, by their dotted paths, all at once.
+
+  What several fields share, and the `dim` of an object's parts, change as in `override`.
+
+  Raises:
+    ValueError: there is no such field, or it cannot have this value.
+  """
+  return _replaced(experiment, list(fields.items()))
+
+
+def _replaced(experiment: Experiment, fields: Sequence[tuple[str, Any]]) -> Experiment:
+  """The experiment with fields set, by their paths."""
+  changes: dict[int, dict[str, Any]] = {}
+  for path, value in fields:
+    owner, name = _owner(experiment, path)
+    of_owner = changes.setdefault(id(owner), {})
+    if name in of_owner and of_owner[name] != value:
       raise ValueError(
-        f"`{path}` must be set to one value; got {fields[name]!r} and {value!r}. Keep one of them."
+        f"`{path}` must be set to one value; got {of_owner[name]!r} and {value!r}. Keep one of"
+        " them."
       )
-    fields[name] = value
+    of_owner[name] = value
   for path, node in walk(experiment):
     for name in changes.get(id(node), {}):
       if any(id(part) in changes for _, part in walk(children(node)[name])):

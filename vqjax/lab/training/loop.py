@@ -32,13 +32,18 @@ class NotFiniteError(ArithmeticError):
   exit_code = 1
 
 
-def fit(experiment: Experiment, folder: str | os.PathLike) -> dict:
+def fit(experiment: Experiment, folder: str | os.PathLike, *, test: bool = True) -> dict:
   """Train an experiment in its run folder, or resume it; return the result.
 
   A finished run returns its result at once. SIGINT, SIGTERM, SIGHUP and SIGQUIT finish the step,
   save and raise `Interrupted`. Of several processes each calls this function after
   `distributed.start`; a signal to one stops all after the same step. Process 0 writes, and all must
   share the folder.
+
+  Args:
+    experiment: the experiment.
+    folder: its run folder.
+    test: score the test split at the end; a run that only chooses settings must not read it.
 
   Raises:
     ValueError: the folder belongs to another config; or the text, the tokenizer or a checkpoint
@@ -63,7 +68,7 @@ def fit(experiment: Experiment, folder: str | os.PathLike) -> dict:
     identity = {"config_hash": config_hash(experiment), "seed": experiment.seed}
     identity = {"name": experiment.name, **identity}
     try:
-      outcome = _Training(text, run, program or make_program()).run_to_end()
+      outcome = _Training(text, run, program or make_program()).run_to_end(test)
     except NotFiniteError as error:
       run.write_result(identity | provenance() | {"status": "failed", "error": str(error)})
       raise
@@ -112,7 +117,7 @@ class _Training:
     self.first_step = int(jax.block_until_ready(self.state).step)
     self.throughput = Throughput.of(program.model, self.state.params, program.mesh)
 
-  def run_to_end(self) -> dict:
+  def run_to_end(self, test: bool) -> dict:
     """Train the remaining steps, and return the measurements of the result."""
     self.log = None
     try:
@@ -120,7 +125,7 @@ class _Training:
         self.log = MetricsLog(self.run.path, self.first_step, self.last_row)
       self._train()
       self.checkpoints.wait()  # a folder with a result must have its last checkpoint
-      return self._result()
+      return self._result(test)
     finally:
       if self.log is not None:
         self.log.close()
@@ -222,12 +227,12 @@ class _Training:
       self._stop(int(self.state.step), f"the {name} loss is {score.nats_per_token}")
     return score
 
-  def _result(self) -> dict:
+  def _result(self, test: bool) -> dict:
     seconds, steps = self.clock.seconds, self.clock.steps
     params, variables = jax.tree.leaves(self.state.params), jax.tree.leaves(self.state.variables)
     result = {
       "valid": self._score("valid").numbers(),
-      "test": self._score("test").numbers(),
+      "test": self._score("test").numbers() if test else None,
       "head": None,
       "embedding": None,
       "model": {

@@ -175,7 +175,7 @@ def test_the_command_runs_resumes_grades_and_renders(tmp_path, monkeypatch, caps
   capsys.readouterr()
   assert run.main(["--scale", "smoke", "--render"]) == 0  # keeps the grades without the judge
   assert report.TITLES["language"] in capsys.readouterr().out
-  results = run.STUDY.current("smoke")
+  results = run.STUDY.job_list("smoke").current()
   assert results["grades/tiny-16-gpt-2"]["grades"]["age"] == 6.5
   row = cells(report.page_tables(results, "smoke", None)["grades"], "tiny-16: GPT-2")
   assert row["consistency"] == "2.00 / –"

@@ -4,11 +4,12 @@ import shutil
 
 import pytest
 
-from experiments.studies.study_page import DOCS, Spread
+from experiments.studies.study_page import DOCS
 from experiments.studies.vq_logits import report
 from experiments.studies.vq_logits.report import ABLATIONS, MAIN, PAPER
 from experiments.studies.vq_logits.rows import rows
 from experiments.studies.vq_logits.settings import SCALES
+from vqjax.lab.study.seeds import Spread
 
 FULL_BYTES = 10_000 * 128 * 4
 PTB = SCALES["cpu"]["ptb"]

@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from experiments.studies.study import StudyJob, values_identity
-from vqjax.lab.config import Experiment, Train, config_hash, override
+from vqjax.lab.config import Experiment, Train, config_hash, with_fields
+from vqjax.lab.study.jobs import StudyJob, origin, values_identity
 from vqjax.lab.training import SGD, NotFiniteError, fit
-from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run_folder import read_result
+
+__all__ = ["ROUNDS", "SearchSpace", "shortened", "stretched", "tuned", "tuning"]
 
 ROUNDS = 8, 4
 """Parts of the row's steps in the rounds; each round keeps a third of its candidates, and two."""
@@ -39,11 +40,6 @@ class SearchSpace:
   def candidates(self) -> list[dict[str, float]]:
     """All combinations, as fields and values."""
     return [dict(zip(self.values, one)) for one in itertools.product(*self.values.values())]
-
-
-def with_fields(experiment: Experiment, fields: Mapping[str, float]) -> Experiment:
-  """The experiment with some of its fields replaced."""
-  return override(experiment, [f"{name}={value!r}" for name, value in fields.items()])
 
 
 def stretched(train: Train, by: Fraction) -> Train:
@@ -76,7 +72,8 @@ def tuning(
   """Job that chooses the fields of an experiment on its validation split.
 
   The result holds `chosen` (field -> value), `trials` (one for each run: its fields, steps and
-  validation loss in nats a token; None where it diverged) and the `seconds` of all of them.
+  validation loss in nats a token; None where it diverged) and the `seconds` of all of them. Where
+  every candidate diverges its status is "failed".
 
   Args:
     name: name of the job.
@@ -100,14 +97,13 @@ def tuning(
       order = sorted(range(len(left)), key=scores.__getitem__)
       # At least two, or the next round would choose nothing.
       left = [left[i] for i in order[: max(2, len(left) // 3)]]
+    result = origin(identity())
     if trials and min(scores) == math.inf:
-      raise NotFiniteError(
-        f"`space` must have a candidate that does not diverge; got {space.values} for {name}. Give"
-        " lower values."
-      )
-    origin = {"status": "finished", "config_hash": identity(), **provenance()}
+      error = "every candidate diverged. Give lower values"
+      print(f"{name} failed: {error}", file=sys.stderr)
+      result |= {"status": "failed", "error": error}
     seconds = sum(trial["seconds"] for trial in trials)
-    return {"result": origin, "chosen": left[0], "trials": trials, "seconds": seconds}
+    return {"result": result, "chosen": left[0], "trials": trials, "seconds": seconds}
 
   def identity() -> str:
     tried = {field: list(values) for field, values in space.values.items()}
@@ -119,7 +115,7 @@ def tuning(
 def _trial(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
   run = folder / config_hash(experiment)
   try:
-    fit(experiment, run)
+    fit(experiment, run, test=False)
   except NotFiniteError as error:
     print(f"{run.name} diverged: {error}", file=sys.stderr)
   result = read_result(run)

@@ -1,0 +1,1 @@
+"""Studies: rows that are compared with one budget, tuned alike and paired by seed."""
