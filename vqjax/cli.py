@@ -16,6 +16,7 @@ __all__ = []
 COMMANDS = {
   "train": "train one experiment, or resume it",
   "table": "compare the runs below a folder",
+  "study": "compare heads: tune each, train seeds, write a page of paired differences",
   "cluster": "replace the dense head of a trained run by a codebook head, and fine-tune",
   "floor": "compute the perplexity that the codes of a config rule out",
   "corpus": "count the documents and tokens of a config's corpus",

@@ -1,1 +1,5 @@
 """Studies: rows that are compared with one budget, tuned alike and paired by seed."""
+
+from vqjax.lab.study.declaration import Row, Study, load_study
+
+__all__ = ["Row", "Study", "load_study"]

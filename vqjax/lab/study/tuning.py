@@ -21,7 +21,7 @@ from vqjax.lab.study.jobs import StudyJob, origin, values_identity
 from vqjax.lab.training import SGD, NotFiniteError, fit
 from vqjax.lab.training.run_folder import read_result
 
-__all__ = ["ROUNDS", "SearchSpace", "shortened", "stretched", "tuned", "tuning"]
+__all__ = ["ROUNDS", "SearchSpace", "kept_candidates", "shortened", "stretched", "tuned", "tuning"]
 
 ROUNDS = 8, 4
 """Parts of the row's steps in the rounds; each round keeps a third of its candidates, and two."""
@@ -95,8 +95,7 @@ def tuning(
         trials.append({"fields": fields, **trial})
         scores.append(math.inf if trial["valid"] is None else trial["valid"])
       order = sorted(range(len(left)), key=scores.__getitem__)
-      # At least two, or the next round would choose nothing.
-      left = [left[i] for i in order[: max(2, len(left) // 3)]]
+      left = [left[i] for i in order[: kept_candidates(len(left))]]
     result = origin(identity())
     if trials and min(scores) == math.inf:
       error = "every candidate diverged. Give lower values"
@@ -110,6 +109,11 @@ def tuning(
     return values_identity([config_hash(experiment), tried, ROUNDS])
 
   return StudyJob(name, label, identity, make)
+
+
+def kept_candidates(count: int) -> int:
+  """Candidates that a round keeps of `count`: two at least, or the next would choose nothing."""
+  return max(2, count // 3)
 
 
 def _trial(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:

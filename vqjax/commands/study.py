@@ -1,0 +1,151 @@
+"""Command that compares the rows of a study: tunes each, trains its seeds, and writes a page.
+
+vqjax study study.py
+"""
+
+import argparse
+import pathlib
+import sys
+from fractions import Fraction
+
+from rich.console import Console
+from rich.table import Table
+
+from vqjax.commands.console import configure_warnings, flag, option
+from vqjax.commands.run_folders import exit_code_of_run
+from vqjax.lab import exits
+from vqjax.lab.config.experiment import errors_with_lines
+from vqjax.lab.report.frames import show_frame
+from vqjax.lab.study import load_study
+from vqjax.lab.study.jobs import JobList, StudyJob
+from vqjax.lab.study.page import shown_table, write_pages
+from vqjax.lab.study.work import Work
+from vqjax.lab.training.provenance import device
+from vqjax.lm.records import one_line
+
+__all__ = []
+
+EXAMPLES = """\
+examples:
+  vqjax study study.py --scale 0.1     a tenth of the steps, in a folder of its own
+  vqjax study study.py --only dense,mine
+  vqjax study study.py --render        writes the pages again, without a run
+
+The same command again goes on where it stopped; several may run at once, with other rows each."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Run the command; return 2 for a wrong call, 128 + n for signal n."""
+  parser = argparse.ArgumentParser(
+    prog="vqjax study",
+    description="Compare the rows of a study on equal terms. FILE defines study() -> Study.",
+    epilog=EXAMPLES,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("file", type=pathlib.Path, metavar="FILE", help="file that defines study()")
+  option(parser, "--out", "folder of results (default: runs/FILE)", pathlib.Path, metavar="DIR")
+  option(parser, "--only", "rows, or jobs such as 'dense/run*', comma-separated", metavar="ROWS")
+  option(parser, "--scale", "how often the study's steps are trained", _scale, 1, metavar="X")
+  flag(parser, "--list", "print the jobs, and which are done")
+  flag(parser, "--render", "run nothing; write the pages")
+  flag(parser, "--traceback", "show the traceback of an error")
+  options = parser.parse_args(arguments)
+  configure_warnings()
+  return exit_code_of_run(
+    lambda: _study(options),
+    show_traceback=options.traceback,
+    out_of_memory=exits.LESS_OF_A_STEP,
+  )
+
+
+def _scale(text: str) -> Fraction:
+  scale = Fraction(text)
+  if scale <= 0:
+    raise argparse.ArgumentTypeError(f"it must be above 0; got {text}. Give one such as 0.1")
+  return scale
+
+
+_scale.__name__ = "number"
+
+
+def _study(options: argparse.Namespace) -> None:
+  scale = Fraction(options.scale)
+  stem = options.file.stem + ("" if scale == 1 else f"-x{float(scale):g}")
+  work = Work(
+    load_study(options.file), options.out or pathlib.Path("runs") / stem, options.file, scale
+  )
+  jobs = work.job_list()
+  chosen = jobs.chosen(options.only)
+  if options.list:
+    print("\n".join(jobs.listing(chosen)))
+    return
+  if not options.render:
+    _run(work, jobs, chosen)
+  _write(work, jobs)
+
+
+def _run(work: Work, jobs: JobList, chosen: list[StudyJob]) -> None:
+  """Make what is missing, after the costs of every row are measured and printed."""
+  costs, rest = [], []
+  for job in chosen:
+    (costs if job.name.endswith("/costs") else rest).append(job)
+  # A run needs no costs, but what is printed does.
+  rows = dict.fromkeys(job.name.partition("/")[0] for job in chosen)
+  costs = [job for job in jobs.jobs if job.name in {f"{row}/costs" for row in rows}]
+  for job in costs:
+    if not jobs.is_done(job):
+      exits.say(f"{job.name}: measuring a step")
+      with errors_with_lines(work.file):
+        jobs.do(job)
+  left = [job for job in rest if not jobs.is_done(job)]
+  seconds = {job.name: work.seconds(job) for job in left}
+  _print_plan(work, rest, seconds)
+  for at, job in enumerate(left):
+    to_go = sum(seconds[other.name] for other in left[at:])
+    exits.say(f"[{at + 1}/{len(left)}] {job.name}: about {_duration(to_go)} left")
+    jobs.do(job)
+    if "/run" in job.name:
+      write_pages(work, jobs.current())
+
+
+def _print_plan(work: Work, chosen: list[StudyJob], seconds: dict[str, float]) -> None:
+  """Print what runs, and how long it takes by the measured step of each row."""
+  kept = work.results.read()
+  table = Table(title=f"{one_line(work.file)} on {device()}", title_justify="left")
+  table.add_column("row", overflow="fold")
+  for column in ("candidates", "seeds", "steps", "ms a step", "done", "about"):
+    table.add_column(column, justify="right")
+  for name in dict.fromkeys(job.name.partition("/")[0] for job in chosen):
+    jobs = [job.name for job in chosen if job.name.partition("/")[0] == name]
+    own = [seconds[job] for job in jobs if job in seconds]
+    table.add_row(
+      name,
+      str(len(work.study.space(name).candidates())),
+      str(sum("/run" in job for job in jobs)),
+      f"{work.study.experiment(name, scale=work.scale).train.steps:,}",
+      f"{1000 * kept[f'{name}/costs']['costs']['step_seconds']:.3g}",
+      f"{len(jobs) - len(own)} of {len(jobs)}",
+      _duration(sum(own)) if own else "-",
+    )
+  Console().print(table, highlight=False)
+  print(f"together about {_duration(sum(seconds.values()))}", flush=True)
+
+
+def _duration(seconds: float) -> str:
+  """A time in the largest fitting unit."""
+  for unit, size in (("h", 3600), ("min", 60)):
+    if seconds >= size:
+      return f"{seconds / size:.1f} {unit}"
+  return f"{seconds:.0f} s"
+
+
+def _write(work: Work, jobs: JobList) -> None:
+  """Print the table and write the pages."""
+  results = jobs.current()
+  table = shown_table(work.study, results)
+  if table.empty:
+    print("no run has finished yet", file=sys.stderr)
+  else:
+    show_frame(Console(), "", table)
+  for path in write_pages(work, results):
+    print(f"wrote {one_line(path)}")

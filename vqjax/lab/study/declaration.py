@@ -1,0 +1,192 @@
+"""The declaration of a study: one base, rows that differ from it, and what is tuned."""
+
+import ast
+import dataclasses
+import inspect
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from vqjax.lab.config import Experiment, config_hash, load_function, with_fields
+from vqjax.lab.study.tuning import SearchSpace, stretched
+from vqjax.lm.records import shown
+
+__all__ = ["Row", "Study", "load_study"]
+
+TUNING_SEED = 100
+"""Added to the seed of the base, for tunings: not the seed of a row."""
+
+PLAIN = (bool, int, float, str, type(None))
+"""Types of the values that a tuning tries, which JSON has."""
+
+
+class FieldError(ValueError):
+  """An error of a field in the file of a study.
+
+  Attributes:
+    texts: texts of the file that name the field, the most telling first.
+  """
+
+  def __init__(self, message: str, *texts: str):
+    super().__init__(message)
+    self.texts = texts
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A row with more than its fields.
+
+  Attributes:
+    fields: dotted path of a field of the experiment -> its value, or a lambda that makes it of the
+      base, such as `lambda base: CodebookHead(0, base.model.dim, 64)`.
+    label: name in tables; "": that of the row.
+    tune: what this row tries, in place of the study's `tune`; None: the same.
+  """
+
+  fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  label: str = ""
+  tune: Mapping[str, Sequence[Any]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """Rows that are compared on one text, with one budget, tuned alike and paired by seed.
+
+  Example:
+
+    def study():
+      return Study(
+        base=experiment(),
+        rows={"dense": {}, "codebook": {"model.head": CodebookHead(0, 128, codes=64)}},
+        tune={"train.learning_rate": (1e-3, 2e-3, 4e-3)},
+      )
+
+  Attributes:
+    base: the experiment that every row begins from.
+    rows: name -> what differs from the base: fields, or a `Row`.
+    tune: dotted path of a field -> the values that every row tries, all combinations, on the
+      validation split. {}: nothing is tuned.
+    seeds: number of seeds of each row: that of the base, and the next ones.
+    reference: name of the row from which differences are taken; "": the first.
+    margin: relative difference of perplexity within which rows count as equal.
+
+  Raises:
+    ValueError: a row or a field does not exist or cannot have a value; every row is made once to
+      say so before anything is trained.
+  """
+
+  base: Experiment
+  rows: Mapping[str, Mapping[str, Any] | Row]
+  tune: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+  seeds: int = 3
+  reference: str = ""
+  margin: float = 0.01
+
+  def __post_init__(self):
+    if not isinstance(self.base, Experiment):
+      raise FieldError(
+        f"`base` must be a config.Experiment; got {shown(self.base)}. Give what the experiment() of"
+        " a config returns.",
+        "base",
+      )
+    if not isinstance(self.rows, Mapping) or not self.rows:
+      raise FieldError(
+        f'`rows` must name the rows; got {shown(self.rows)}. Give {{"dense": {{}}, ...}}.', "rows"
+      )
+    if type(self.seeds) is not int or not 1 <= self.seeds <= TUNING_SEED:
+      raise FieldError(
+        f"`seeds` must be in [1, {TUNING_SEED}]; got {shown(self.seeds)}. 3 is usual.", "seeds"
+      )
+    if not 0 <= self.margin < 1:
+      raise FieldError(
+        f"`margin` must be in [0, 1); got {shown(self.margin)}. 0.01 is one per cent.", "margin"
+      )
+    object.__setattr__(self, "reference", self.reference or next(iter(self.rows)))
+    if self.reference not in self.rows:
+      raise FieldError(
+        f"`reference` must be a row; got {self.reference!r}. The rows are {', '.join(self.rows)}.",
+        "reference",
+      )
+    for name in self.rows:
+      self._check_row(name)
+
+  def _check_row(self, name: str) -> None:
+    """Make a row, and it with each value that it tries."""
+    space = self.space(name)
+    try:
+      plain = self.experiment(name)
+      config_hash(plain)
+      for field, values in space.values.items():
+        for value in values:
+          with_fields(plain, {field: value})
+    except ValueError as error:
+      field = re.search(r"`([\w.]+)`", str(error))
+      raise FieldError(f"row {name}: {error}", *([field[1]] if field else []), name) from error
+
+  def row(self, name: str) -> Row:
+    """A row with its fields, its label and what it tries."""
+    given = self.rows[name]
+    row = given if isinstance(given, Row) else Row(given)
+    tune = self.tune if row.tune is None else row.tune
+    return dataclasses.replace(row, label=row.label or name, tune=tune)
+
+  def space(self, name: str) -> SearchSpace:
+    """What a row tries."""
+    tune = self.row(name).tune
+    for field, values in tune.items():
+      is_plain = isinstance(values, (tuple, list)) and all(isinstance(v, PLAIN) for v in values)
+      if not is_plain or not values:
+        raise FieldError(
+          f"`tune` must name values of numbers or texts; got {shown(values)} for {field}. Write"
+          f" {field!r}: (1e-3, 2e-3), and make a row of what is an object.",
+          field,
+        )
+    return SearchSpace({field: tuple(values) for field, values in tune.items()})
+
+  def experiment(self, name: str, seed: int = 0, scale: Fraction = Fraction(1)) -> Experiment:
+    """The experiment of a row before its tuning.
+
+    Args:
+      name: the row.
+      seed: number of the seed, from 0.
+      scale: how often the steps of the base are trained.
+    """
+    base = dataclasses.replace(self.base, name=name, seed=self.base.seed + seed)
+    values = {path: _made(value, base) for path, value in self.row(name).fields.items()}
+    made = with_fields(base, values)
+    if scale == 1:
+      return made
+    return dataclasses.replace(made, train=stretched(made.train, scale))
+
+
+def _made(value: Any, base: Experiment) -> Any:
+  """The value of a field; a lambda, which no field may hold, makes it of the base."""
+  is_lambda = inspect.isfunction(value) and value.__name__ == "<lambda>"
+  return value(base) if is_lambda else value
+
+
+def load_study(path: str | pathlib.Path) -> Study:
+  """Import a file and return what its `study()` returns.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: the file defines no study; or an error of it, with the file, the line and the field.
+  """
+  path = pathlib.Path(path)
+  try:
+    return load_function(path, "study", Study)
+  except ValueError as error:
+    cause = error.__cause__
+    if not isinstance(cause, FieldError):
+      raise
+    lines = {}
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+      text = node.value if isinstance(node, ast.Constant) else getattr(node, "arg", None)
+      if isinstance(text, str):
+        lines.setdefault(text, node.lineno)
+    found = [lines[text] for text in cause.texts if text in lines]
+    if not found:
+      raise
+    raise ValueError(f"{path}, line {found[0]}: {cause}") from cause
