@@ -1,20 +1,15 @@
 """Tests of a study's resumption, of its file of results, and of the blocks of its page."""
 
 import importlib
-import io
 import json
 
-import pandas as pd
 import pytest
-from rich.console import Console
 
 from experiments.studies import study_page
 from experiments.studies.held_out import single_tokens
 from experiments.studies.study import PaperStudy
 from tests.fakes import FewWords
-from vqjax.lab.report.frames import markdown, show_frame
 from vqjax.lab.study.jobs import StudyJob
-from vqjax.lab.study.seeds import Spread, finished_results, results_by_seed
 
 
 @pytest.fixture
@@ -167,46 +162,6 @@ def test_markers_and_blocks_must_match(tmp_path, names):
   with pytest.raises(ValueError, match="`page`"):
     study_page.update_page(path, dict.fromkeys(names, ""))
   assert path.read_text() == PAGE
-
-
-def test_tables_show_missing_cells_and_leave_out_empty_columns():
-  frame = pd.DataFrame({"head": ["a|b", "c"], "number": ["1.0", None], "empty": [None, None]})
-  header, align, *body = markdown(frame).splitlines()
-  cells = lambda line: [cell.strip() for cell in line.strip("|").split(" | ")]
-  assert cells(header) == ["head", "number"]
-  assert align.endswith("-:|")
-  assert [cells(line) for line in body] == [["a\\|b", "1.0"], ["c", "–"]]
-
-
-def test_seeds_are_the_suffixes_of_a_row():
-  result = lambda status: {"result": {"status": status}}
-  results = {
-    "ptb/full": result("finished"),
-    "ptb/full-s1": result("failed"),
-    "ptb/full-s12": result("finished"),
-    "ptb/full-s1-more": result("finished"),
-    "ptb/full-x": result("finished"),
-  }
-  assert results_by_seed(results, "ptb/full").keys() == {0, 1, 12}
-  assert finished_results(results, "ptb/full").keys() == {0, 12}
-
-
-def test_a_spread_is_the_mean_and_the_sample_deviation():
-  assert Spread.of([]) is None
-  assert Spread.of([1234.5]).show(1) == "1,234.5"
-  assert Spread.of([100.0, 120.0]).show(1, "+") == "+110.0 ± 14.1"  # 20 / sqrt 2
-
-
-def test_a_wide_table_is_shown_in_parts_with_whole_numbers():
-  frame = pd.DataFrame(
-    {"run": ["a label of several words"]}
-    | {f"{n} per cent": [f"{n}.25 ± {n}.75"] for n in range(9)}
-  )
-  stream = io.StringIO()
-  show_frame(Console(file=stream, width=60), "Title", frame)
-  lines = stream.getvalue().splitlines()
-  assert max(map(len, lines)) <= 60
-  assert all(f"{n}.25 ± {n}.75" in stream.getvalue() for n in range(9))
 
 
 def test_words_that_are_not_one_token_are_left_out():

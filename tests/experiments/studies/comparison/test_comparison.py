@@ -10,7 +10,6 @@ import scipy.stats
 
 from experiments.studies.comparison import report, run
 from experiments.studies.comparison.compressed import InFile, InMemory, TrainedTable
-from experiments.studies.comparison.report import Interval
 from experiments.studies.comparison.rows import SCALES, rows
 from experiments.studies.lstm import LSTM
 from tests import jitted
@@ -39,27 +38,6 @@ def kept(nats, size=100, seconds=0.1):
       "train": {"step_seconds": seconds},
     }
   }
-
-
-def test_an_interval_is_that_of_students_t_in_per_cent():
-  nats = [0.01, 0.03, 0.02, 0.05]
-  found = Interval.of(nats)
-  half = scipy.stats.sem(nats) * scipy.stats.t.ppf(0.975, 3)
-  np.testing.assert_allclose(found, 100 * np.expm1(np.mean(nats) + half * np.array([0, -1, 1])))
-
-
-@pytest.mark.parametrize(
-  ("nats", "verdict"),
-  [
-    ([0.001, -0.002, 0.0, 0.001], "equal"),
-    ([-0.05, -0.06, -0.04], "better"),
-    ([0.05, 0.06, 0.04], "worse"),
-    ([-0.1, 0.1, 0.05], None),
-    ([0.2], None),
-  ],
-)
-def test_a_verdict_needs_an_interval(nats, verdict):
-  assert Interval.of(nats).verdict(report.EQUIVALENCE) == verdict
 
 
 def test_differences_are_paired_by_seed():

@@ -1,0 +1,190 @@
+"""A study as the command runs it: tuned, trained, resumed, and said on its page."""
+
+import csv
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from vqjax.commands.study import main
+from vqjax.lab.study import work
+from vqjax.lab.study.tuning import ROUNDS
+
+FOLDER = pathlib.Path("runs/study")
+
+
+def page() -> str:
+  return (FOLDER / "study.md").read_text()
+
+
+def lines() -> dict[str, dict[str, str]]:
+  with (FOLDER / "study.csv").open() as file:
+    return {line["row"]: line for line in csv.DictReader(file)}
+
+
+def test_every_row_is_tuned_and_the_test_text_is_read_once_by_each_seed(fitted):
+  assert main(["study.py"]) == 0
+  scored = [(name, seed) for name, seed, _, test in fitted.runs if test]
+  assert sorted(scored) == [(row, seed) for row in ("codebook", "dense") for seed in range(3)]
+  trials = [steps for name, seed, steps, test in fitted.runs if name == "dense" and not test]
+  assert trials == [40 // ROUNDS[0]] * 3 + [40 // ROUNDS[1]] * 2
+  kept = [json.loads(line) for line in (FOLDER / "results.jsonl").read_text().splitlines()]
+  tunings = {row["name"]: row["chosen"] for row in kept if row["name"].endswith("/tuning")}
+  assert tunings["dense/tuning"] == {"train.learning_rate": 2e-3}
+
+
+def test_the_table_has_paired_differences_and_verdicts(fitted):
+  bounds = {0: 0.0, 1: 0.3, 2: 0.1}
+  plain = fitted.nats
+  fitted.nats = lambda run: plain(run) and plain(run) + bounds.get(run.seed, 0.0)
+  assert main(["study.py"]) == 0
+  line = lines()["codebook"]
+  # The seeds differ by more than the rows, but both rows of a seed alike.
+  found = [float(line[f"percent_{name}"]) for name in ("from_reference", "low", "high")]
+  np.testing.assert_allclose(found, 100 * np.expm1(0.1))
+  assert line["verdict"] == "worse"
+  assert (line["layer_bytes"], line["layer_bytes_with_inputs"]) == ("10", "1010")
+  assert "| codebook |" in page()
+
+
+def test_a_row_that_diverged_and_its_missing_seeds_are_on_the_page(fitted):
+  assert main(["study.py"]) == 0
+  assert "- wild/tuning failed: every candidate diverged" in page()
+  assert "`wild` has 0 of 3 runs: seeds 0, 1, 2 are missing" in page()
+  fitted.runs.clear()
+  assert main(["study.py"]) == 0
+  assert fitted.runs == []
+
+
+def test_a_seed_that_diverged_is_on_the_page_and_the_others_are_compared(fitted):
+  plain = fitted.nats
+  fitted.nats = lambda run: None if (run.name, run.seed) == ("codebook", 1) else plain(run)
+  assert main(["study.py"]) == 0
+  assert "- codebook/run-s1 failed: the loss is nan" in page()
+  assert lines()["codebook"]["seeds"] == "2"
+
+
+def test_a_winner_at_the_edge_of_its_grid_is_named(fitted):
+  file = pathlib.Path("study.py")
+  file.write_text(file.read_text().replace("(1e-3, 2e-3, 4e-3)", "(1e-3, 2e-3)"))
+  assert main(["study.py", "--only", "dense"]) == 0
+  assert "`dense` chose train.learning_rate = 0.002, the largest value tried" in page()
+
+
+def test_one_seed_has_no_verdict(fitted):
+  assert main(["study.py", "--only", "dense/run,codebook/run"]) == 0
+  assert lines()["codebook"]["verdict"] == "undecided"
+  assert "`dense` has 1 of 3 runs: seeds 1, 2 are missing" in page()
+
+
+def test_a_scale_has_a_folder_of_its_own_and_a_row_is_chosen_by_name(fitted):
+  assert main(["study.py", "--scale", "0.5", "--only", "dense"]) == 0
+  assert {name for name, *_ in fitted.runs} == {"dense"}
+  assert max(steps for _, _, steps, _ in fitted.runs) == 20
+  assert pathlib.Path("runs/study-x0.5/study.html").exists()
+
+
+def test_the_plan_adds_the_measured_seconds_of_what_is_left(fitted, capsys):
+  assert main(["study.py", "--only", "dense/run"]) == 0
+  # A trial starts in 4 s, has 5 or 10 steps and two evaluations; the run has 40 steps and three.
+  seconds = 3 * (4 + 5 * 0.5 + 2 * 2) + 2 * (4 + 10 * 0.5 + 2 * 2) + 4 + 40 * 0.5 + 3 * 2 + 1
+  assert f"together about {seconds / 60:.1f} min" in capsys.readouterr().out
+
+
+def test_pages_are_rendered_without_a_run_and_alike_again(fitted):
+  assert main(["study.py", "--render"]) == 0
+  assert "`dense` has 0 of 3 runs" in page()
+  assert main(["study.py"]) == 0
+  files = lambda: {path.name: path.read_bytes() for path in FOLDER.glob("study.*")}
+  first = files()
+  fitted.runs.clear()
+  assert main(["study.py", "--render"]) == 0
+  assert files() == first
+  assert first.keys() == {f"study.{suffix}" for suffix in ("md", "html", "csv", "tex", "png")}
+  assert fitted.runs == []
+
+
+def test_code_that_is_not_committed_is_known(tmp_path):
+  file, git = tmp_path / "study.py", ["git", "-C", str(tmp_path)]
+  file.write_text("1")
+  assert work.code_of(file) is None
+  subprocess.run([*git, "init", "-q"], check=True)
+  subprocess.run([*git, "add", "."], check=True)
+  author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+  subprocess.run([*git, *author, "commit", "-qm", "one"], check=True)
+  commit = work.code_of(file)
+  assert not commit.endswith("+")
+  file.write_text("2")
+  assert work.code_of(file) == f"{commit}+"
+
+
+def timeless(path: pathlib.Path) -> list:
+  """The kept results without times."""
+
+  def without(value):
+    if isinstance(value, dict):
+      times = ("seconds", "date", "costs", "loss_cost", "last_row", "checksum", "versions")
+      skipped = lambda key: key in times or key.endswith("_seconds") or key.endswith("_per_second")
+      return {key: without(item) for key, item in value.items() if not skipped(key)}
+    return [without(item) for item in value] if isinstance(value, list) else value
+
+  rows = [without(json.loads(line)) for line in path.read_text().splitlines()]
+  for row in rows:
+    row["result"].pop("loss", None)
+    row["result"].get("train", {}).pop("peak_memory_bytes", None)
+  return rows
+
+
+KILLED = """\
+import pathlib
+
+from tests import tiny
+from vqjax import CodebookHead, DenseHead
+from vqjax.lab.study import Study
+
+
+def study():
+  return Study(
+    base=tiny.experiment(pathlib.Path("text"), DenseHead(0, 16)),
+    rows={"dense": {}, "codebook": {"model.head": CodebookHead(0, 16, 8)}},
+    tune={"train.learning_rate": (1e-3, 1e-2, 3e-2)},
+    seeds=2,
+  )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_study_that_is_killed_in_each_phase_ends_with_the_same_results(tmp_path):
+  root = pathlib.Path(__file__).parents[3]
+  tiny.write_text(tmp_path / "text")
+  (tmp_path / "study.py").write_text(KILLED)
+  call = [sys.executable, "-m", "vqjax.cli", "study", "study.py", "--out"]
+  own = {"PYTHONPATH": str(root), "VQJAX_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+  start = lambda out: subprocess.Popen([*call, out], cwd=tmp_path, env=os.environ | own)
+  assert start("whole").wait() == 0
+  killed = tmp_path / "killed"
+  # The costs, the first trial, the second round, the first run's first checkpoint, and its result.
+  phases = (
+    lambda: (killed / "results.jsonl").exists(),
+    lambda: [*killed.glob("tuning/dense/*/result.json")],
+    lambda: len([*killed.glob("tuning/dense/*/result.json")]) > 3,
+    lambda: [*killed.glob("runs/dense/checkpoints/*")],
+    lambda: (killed / "runs/codebook/result.json").exists(),
+  )
+  for is_reached in phases:
+    process = start("killed")
+    while not is_reached():
+      assert process.poll() is None
+      time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+  assert start("killed").wait() == 0
+  assert timeless(killed / "results.jsonl") == timeless(tmp_path / "whole" / "results.jsonl")
