@@ -15,6 +15,7 @@ from vqjax.commands.console import configure_warnings, flag, option
 from vqjax.commands.run_folders import exit_code_of_run
 from vqjax.lab import exits
 from vqjax.lab.config.experiment import errors_with_lines
+from vqjax.lab.report import units
 from vqjax.lab.report.frames import show_frame
 from vqjax.lab.study import load_study
 from vqjax.lab.study.jobs import JobList, StudyJob
@@ -86,12 +87,10 @@ def _study(options: argparse.Namespace) -> None:
 
 def _run(work: Work, jobs: JobList, chosen: list[StudyJob]) -> None:
   """Make what is missing, after the costs of every row are measured and printed."""
-  costs, rest = [], []
-  for job in chosen:
-    (costs if job.name.endswith("/costs") else rest).append(job)
   # A run needs no costs, but what is printed does.
   rows = dict.fromkeys(job.name.partition("/")[0] for job in chosen)
   costs = [job for job in jobs.jobs if job.name in {f"{row}/costs" for row in rows}]
+  rest = [job for job in chosen if not job.name.endswith("/costs")]
   for job in costs:
     if not jobs.is_done(job):
       exits.say(f"{job.name}: measuring a step")
@@ -113,17 +112,22 @@ def _print_plan(work: Work, chosen: list[StudyJob], seconds: dict[str, float]) -
   kept = work.results.read()
   table = Table(title=f"{one_line(work.file)} on {device()}", title_justify="left")
   table.add_column("row", overflow="fold")
-  for column in ("candidates", "seeds", "steps", "ms a step", "done", "about"):
+  for column in ("seeds", "candidates", "steps", "ms a step", "done", "about"):
     table.add_column(column, justify="right")
   for name in dict.fromkeys(job.name.partition("/")[0] for job in chosen):
     jobs = [job.name for job in chosen if job.name.partition("/")[0] == name]
     own = [seconds[job] for job in jobs if job in seconds]
+    trained = ("-", "-", "-")
+    if name in work.study.trained:
+      trained = (
+        str(len(work.study.space(name).candidates())),
+        f"{work.study.experiment(name, scale=work.scale).train.steps:,}",
+        units.milliseconds(kept[f"{name}/costs"]["costs"]["step_seconds"]),
+      )
     table.add_row(
       name,
-      str(len(work.study.space(name).candidates())),
       str(sum("/run" in job for job in jobs)),
-      f"{work.study.experiment(name, scale=work.scale).train.steps:,}",
-      f"{1000 * kept[f'{name}/costs']['costs']['step_seconds']:.3g}",
+      *trained,
       f"{len(jobs) - len(own)} of {len(jobs)}",
       _duration(sum(own)) if own else "-",
     )

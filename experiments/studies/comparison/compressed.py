@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from experiments.studies.held_out import held_out_scores
 from vqjax import tables
 from vqjax.convert import part_of, with_part
 from vqjax.heads import PackedHead
 from vqjax.lab.config import Experiment
 from vqjax.lab.starting_points import Distilled
+from vqjax.lab.study.compressed import held_out_scores, moments_of
 from vqjax.lab.training import read_run_variables
-from vqjax.lab.training.run_folder import EncodedText, load_text
-from vqjax.lab.training.step import carried
+from vqjax.lab.training.run_folder import load_text
 from vqjax.lm.models import LanguageModel
 from vqjax.tables import entropy_coder
 
@@ -67,12 +66,6 @@ class TrainedTable(NamedTuple):
 
 Method = Callable[[TrainedTable], tuple[nn.Module, dict, int]]
 """table -> the model of inference, its variables, and the bytes of the table and the biases."""
-
-HIDDEN_STATES = 2**17
-"""Hidden states whose second moment is taken."""
-
-INPUTS_EVERY = 8
-"""Every so many batches of these the second moment of a tied table's input vectors is taken too."""
 
 
 def half(values: np.ndarray) -> np.ndarray:
@@ -138,70 +131,6 @@ class InMemory:
     if table.is_tied:
       head = PackedHead(vocab, dim, use_bias=True, embedding=embedding)
     return *table.replaced(rows, head, embedding), used
-
-
-def moments_of(model: nn.Module, variables: Mapping[str, Any], text: EncodedText) -> tables.Moments:
-  """Moments of the training split: of its first hidden states, and counts of all of it.
-
-  For a tied table also those of its input vectors, of a part of these batches.
-  """
-  run, split = text.experiment, text.splits["train"]
-  is_tied = model.head.embedding is not None
-
-  @jax.jit
-  def second(variables, batch):
-    mutable = ["carry"] if "carry" in variables else []
-    hidden, carry = model.apply(
-      carried(variables, batch), batch["inputs"], method="hidden", mutable=mutable
-    )
-    hidden_ND = hidden.reshape(-1, hidden.shape[-1]) * (batch["targets"] >= 0).reshape(-1, 1)
-    return hidden_ND.T @ hidden_ND, (batch["targets"] >= 0).sum(), dict(carry)
-
-  @jax.jit
-  def second_of_inputs(variables, batch, key):
-    variables = carried(variables, batch)
-    apply = lambda method, *args: model.apply(variables, *args, method=method)
-    vectors_BTD = apply(lambda m, tokens: m.embedding(tokens), batch["inputs"])
-    hidden_BTD = apply(lambda m, vectors: m.body(vectors, True), vectors_BTD)
-    drawn_BT = apply(lambda m, hidden: m.head.sample(hidden, key), hidden_BTD)
-    counted_BT = batch["targets"] >= 0
-
-    def log_prob(vectors):
-      of_drawn = lambda m, v: m.head.log_prob(m.body(v, True), drawn_BT)
-      return jnp.where(counted_BT, apply(of_drawn, vectors), 0).sum()
-
-    gradient_ND = jax.grad(log_prob)(vectors_BTD).reshape(-1, vectors_BTD.shape[-1])
-    gradient_ND *= counted_BT.reshape(-1, 1)
-    return gradient_ND.T @ gradient_ND, counted_BT.sum()
-
-  hidden, inputs, variables = _Mean(), _Mean(), dict(variables)
-  batches = run.loader.whole(split, batch=run.train.batch, context=model.context)
-  for number, batch in enumerate(batches):
-    if is_tied and number % INPUTS_EVERY == 0:
-      key = jax.random.fold_in(jax.random.key(run.seed), number)
-      inputs.add(*second_of_inputs(variables, batch, key))
-    moment, count, carry = second(variables, batch)
-    variables |= carry
-    hidden.add(moment, count)
-    if hidden.count >= HIDDEN_STATES:
-      break
-  counts = np.bincount(np.asarray(split.tokens), minlength=model.head.vocab)
-  of_inputs = inputs.value if is_tied else None
-  return tables.Moments(hidden.value, counts, hidden.count, of_inputs)
-
-
-class _Mean:
-  """A mean in float64."""
-
-  def __init__(self):
-    self.total, self.count = 0.0, 0
-
-  def add(self, total: jax.Array, count: jax.Array) -> None:
-    self.total, self.count = self.total + np.asarray(total, np.float64), self.count + int(count)
-
-  @property
-  def value(self) -> np.ndarray:
-    return self.total / self.count
 
 
 def measure_compressed(

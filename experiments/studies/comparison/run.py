@@ -24,11 +24,11 @@ from experiments.studies.comparison.rows import (
   rows,
   run_name,
 )
-from experiments.studies.held_out import held_out_scores
 from experiments.studies.study import PaperStudy
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment, config_hash, with_fields
-from vqjax.lab.study.jobs import StudyJob, derived, training_job, values_identity
+from vqjax.lab.study.compressed import held_out_scores
+from vqjax.lab.study.jobs import StudyJob, check_same, derived, training_job, values_identity
 from vqjax.lab.study.tuning import tuned, tuning
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.provenance import provenance
@@ -145,24 +145,6 @@ def _compressed(scale: str, setting: ComparisonSetting, row: ComparisonRow) -> l
     return derived(name, row.label, source, settings, make)
 
   return [measured(seed, source) for seed, source in enumerate(sources)]
-
-
-def check_same(made: dict[str, Any], kept: dict[str, Any] | None) -> None:
-  """Check that the run in a source's folder is the one whose result is kept.
-
-  A run whose folder is gone is trained again, and another machine rounds otherwise: a run of one
-  seed may end 1 % from itself.
-
-  Raises:
-    ValueError: their losses differ.
-  """
-  found, known = (None if one is None else one["result"]["test"] for one in (made, kept))
-  if known is not None and found["nats_per_token"] != known["nats_per_token"]:
-    raise ValueError(
-      f"The run in the folder must be the kept one of {kept['name']}; got {found['nats_per_token']}"
-      f" and {known['nats_per_token']} nats. Remove its line from results.jsonl, and those of what"
-      " was made of it, and run them again."
-    )
 
 
 def _taught(job: StudyJob, teacher: StudyJob) -> StudyJob:

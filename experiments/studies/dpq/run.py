@@ -26,13 +26,14 @@ from experiments.studies.dpq.rows import DPQRow, full, rows
 from experiments.studies.dpq.settings import HEADLINE, SCALES, DPQSetting
 from experiments.studies.dpq.starts import FromPart, FromTable
 from experiments.studies.dpq.translation import bleu
-from experiments.studies.held_out import held_out_scores, single_tokens
 from experiments.studies.study import PaperStudy
+from experiments.studies.words import single_tokens
 from vqjax import DPQEmbedding, Embedding
 from vqjax.convert import part_of, squared_error, with_part
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment, with_vocab
 from vqjax.lab.data import fit_tokenizer
+from vqjax.lab.study.compressed import held_out_scores
 from vqjax.lab.study.jobs import StudyJob, derived, training_job
 from vqjax.lab.training import read_run_variables, saved_steps
 from vqjax.lab.training.run_folder import load_text

@@ -39,11 +39,11 @@ from experiments.studies.grouped.rows import (
 )
 from experiments.studies.grouped.sheet import save_sheet
 from experiments.studies.grouped.stories import graded
-from experiments.studies.held_out import held_out_scores
 from experiments.studies.study import PaperStudy
 from vqjax import GroupedHead, Head
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment, config_hash
+from vqjax.lab.study.compressed import held_out_scores
 from vqjax.lab.study.jobs import JobList, StudyJob, derived, training_job
 from vqjax.lab.training import read_run_variables
 from vqjax.lab.training.program import Program, keys

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.studies.held_out import single_tokens
 from experiments.studies.study import PaperStudy
 from experiments.studies.vq_logits import report
 from experiments.studies.vq_logits.rows import VQLogitsRow, rows
 from experiments.studies.vq_logits.settings import SCALES, VQLogitsSetting
+from experiments.studies.words import single_tokens
 from vqjax import CodebookHead, LearnedCodebookHead, assign, convert
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment

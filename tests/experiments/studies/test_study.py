@@ -6,8 +6,8 @@ import json
 import pytest
 
 from experiments.studies import study_page
-from experiments.studies.held_out import single_tokens
 from experiments.studies.study import PaperStudy
+from experiments.studies.words import single_tokens
 from tests.fakes import FewWords
 from vqjax.lab.study.jobs import StudyJob
 

@@ -7,7 +7,7 @@ import pytest
 
 from vqjax import CodebookHead, DenseEmbedding, DenseHead
 from vqjax.lab.config import config_hash
-from vqjax.lab.study import Row, Study, load_study
+from vqjax.lab.study import Compressed, Row, Study, load_study
 
 
 def test_a_row_differs_from_the_base_in_its_fields_and_its_seed(base):
@@ -51,6 +51,7 @@ def test_a_scale_is_that_of_the_steps_and_their_schedule(base):
     ({"tune": {"learning_rate": (1.0,)}}, r"Did you mean train.learning_rate\?"),
     ({"tune": {"train.learning_rate": (0.1, -1.0)}}, r"row a: `train.learning_rate` must be above"),
     ({"tune": {"train.learning_rate": 0.1}}, r"`tune` must name values"),
+    ({"rows": {"a": {}, "b": Compressed("c")}}, r"`of` must be a row .*; got 'c' in row b"),
     ({"rows": {"a": Row(tune={"model.head": (object(),)})}}, r"`tune` must name values"),
   ],
 )

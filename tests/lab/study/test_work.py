@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import pathlib
 import signal
@@ -78,6 +79,28 @@ def test_a_winner_at_the_edge_of_its_grid_is_named(fitted):
   assert "`dense` chose train.learning_rate = 0.002, the largest value tried" in page()
 
 
+def test_a_compressed_row_follows_its_source_and_is_not_tuned(fitted, monkeypatch):
+  file = pathlib.Path("study.py")
+  text = file.read_text().replace("import Row,", "import Compressed, Row,")
+  file.write_text(text.replace('"dense": {},', '"dense": {}, "small": Compressed("dense"),'))
+  sources = []
+
+  def measure(run, folder, row):
+    sources.append((folder.name, run.train.learning_rate, row.of))
+    score = {"nats_per_token": 3.0, "perplexity": math.exp(3.0)}
+    parts = {"head": {"state_bytes": 7, "tied": True}, "embedding": {"shipped_bytes": 0}}
+    return {"result": {"valid": score, "test": score, **parts}}
+
+  monkeypatch.setattr(work, "measure_compressed", measure)
+  assert main(["study.py", "--only", "small"]) == 0
+  folders = ("dense", "dense-s1", "dense-s2")
+  assert sources == [(folder, 2e-3, "dense") for folder in folders]
+  assert (lines()["small"]["layer_bytes_with_inputs"], lines()["small"]["verdict"]) == (
+    "7",
+    "equal",
+  )
+
+
 def test_one_seed_has_no_verdict(fitted):
   assert main(["study.py", "--only", "dense/run,codebook/run"]) == 0
   assert lines()["codebook"]["verdict"] == "undecided"
@@ -146,14 +169,18 @@ KILLED = """\
 import pathlib
 
 from tests import tiny
-from vqjax import CodebookHead, DenseHead
-from vqjax.lab.study import Study
+from vqjax import CodebookHead, DenseHead, Int8
+from vqjax.lab.study import Compressed, Study
 
 
 def study():
   return Study(
     base=tiny.experiment(pathlib.Path("text"), DenseHead(0, 16)),
-    rows={"dense": {}, "codebook": {"model.head": CodebookHead(0, 16, 8)}},
+    rows={
+      "dense": {},
+      "codebook": {"model.head": CodebookHead(0, 16, 8)},
+      "small": Compressed("dense", bytes=None, method=Int8(16)),
+    },
     tune={"train.learning_rate": (1e-3, 1e-2, 3e-2)},
     seeds=2,
   )
@@ -171,7 +198,7 @@ def test_a_study_that_is_killed_in_each_phase_ends_with_the_same_results(tmp_pat
   start = lambda out: subprocess.Popen([*call, out], cwd=tmp_path, env=os.environ | own)
   assert start("whole").wait() == 0
   killed = tmp_path / "killed"
-  # The costs, the first trial, the second round, the first run's first checkpoint, and its result.
+  # The costs, a trial, the second round, a run's first checkpoint, and the compressed rows.
   phases = (
     lambda: (killed / "results.jsonl").exists(),
     lambda: [*killed.glob("tuning/dense/*/result.json")],

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from vqjax.heads import DenseHead
 from vqjax.lab.config import Experiment, config_hash, load_function, with_fields
+from vqjax.lab.study.compressed import Compressed
 from vqjax.lab.study.tuning import SearchSpace, stretched
 from vqjax.lm.records import shown
 
@@ -65,7 +67,7 @@ class Study:
 
   Attributes:
     base: the experiment that every row begins from.
-    rows: name -> what differs from the base: fields, or a `Row`.
+    rows: name -> what differs from the base: fields, or a `Row`; or a `Compressed` row of another.
     tune: dotted path of a field -> the values that every row tries, all combinations, on the
       validation split. {}: nothing is tuned.
     seeds: number of seeds of each row: that of the base, and the next ones.
@@ -78,7 +80,7 @@ class Study:
   """
 
   base: Experiment
-  rows: Mapping[str, Mapping[str, Any] | Row]
+  rows: Mapping[str, Mapping[str, Any] | Row | Compressed]
   tune: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
   seeds: int = 3
   reference: str = ""
@@ -114,6 +116,13 @@ class Study:
 
   def _check_row(self, name: str) -> None:
     """Make a row, and it with each value that it tries."""
+    if isinstance(row := self.row(name), Compressed):
+      if row.of not in self.trained or not isinstance(_head(self.experiment(row.of)), DenseHead):
+        raise FieldError(
+          f"`of` must be a row whose head is a DenseHead; got {row.of!r} in row {name}. Name one.",
+          name,
+        )
+      return
     space = self.space(name)
     try:
       plain = self.experiment(name)
@@ -125,15 +134,22 @@ class Study:
       field = re.search(r"`([\w.]+)`", str(error))
       raise FieldError(f"row {name}: {error}", *([field[1]] if field else []), name) from error
 
-  def row(self, name: str) -> Row:
-    """A row with its fields, its label and what it tries."""
+  @property
+  def trained(self) -> list[str]:
+    """Names of the rows that are trained: those that are not compressed."""
+    return [name for name, row in self.rows.items() if not isinstance(row, Compressed)]
+
+  def row(self, name: str) -> Row | Compressed:
+    """A row with its label, and of a trained one what it tries."""
     given = self.rows[name]
+    if isinstance(given, Compressed):
+      return dataclasses.replace(given, label=given.label or name)
     row = given if isinstance(given, Row) else Row(given)
     tune = self.tune if row.tune is None else row.tune
     return dataclasses.replace(row, label=row.label or name, tune=tune)
 
   def space(self, name: str) -> SearchSpace:
-    """What a row tries."""
+    """What a trained row tries."""
     tune = self.row(name).tune
     for field, values in tune.items():
       is_plain = isinstance(values, (tuple, list)) and all(isinstance(v, PLAIN) for v in values)
@@ -146,7 +162,7 @@ class Study:
     return SearchSpace({field: tuple(values) for field, values in tune.items()})
 
   def experiment(self, name: str, seed: int = 0, scale: Fraction = Fraction(1)) -> Experiment:
-    """The experiment of a row before its tuning.
+    """The experiment of a trained row before its tuning.
 
     Args:
       name: the row.
@@ -159,6 +175,10 @@ class Study:
     if scale == 1:
       return made
     return dataclasses.replace(made, train=stretched(made.train, scale))
+
+
+def _head(experiment: Experiment) -> Any:
+  return getattr(experiment.model, "head", None)
 
 
 def _made(value: Any, base: Experiment) -> Any:

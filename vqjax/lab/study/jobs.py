@@ -22,6 +22,7 @@ __all__ = [
   "JobList",
   "ResultsFile",
   "StudyJob",
+  "check_same",
   "derived",
   "origin",
   "training_job",
@@ -125,6 +126,24 @@ def derived(
 def origin(identity: str) -> dict[str, Any]:
   """The "result" of a finished job that trains nothing."""
   return {"status": "finished", "config_hash": identity, **provenance()}
+
+
+def check_same(made: dict[str, Any], kept: dict[str, Any] | None) -> None:
+  """Check that the run in a source's folder is the one whose result is kept.
+
+  A run whose folder is gone is trained again, and another machine rounds otherwise: a run of one
+  seed may end 1 % from itself.
+
+  Raises:
+    ValueError: their losses differ.
+  """
+  found, known = (None if one is None else one["result"]["test"] for one in (made, kept))
+  if known is not None and found["nats_per_token"] != known["nats_per_token"]:
+    raise ValueError(
+      f"The run in the folder must be the kept one of {kept['name']}; got {found['nats_per_token']}"
+      f" and {known['nats_per_token']} nats. Remove its line from results.jsonl, and those of what"
+      " was made of it, and run them again."
+    )
 
 
 def values_identity(values: Any) -> str:

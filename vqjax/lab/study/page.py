@@ -49,7 +49,7 @@ def layer_bytes(result: Mapping[str, Any]) -> tuple[int | None, int | None]:
   Of a model without a head both are those of its embedding.
   """
   head, embedding = result.get("head"), result.get("embedding")
-  inputs = embedding and embedding.get("shipped_bytes", embedding["state_bytes"])
+  inputs = embedding and embedding["shipped_bytes"]
   if head is None:
     return inputs, inputs
   own = head["state_bytes"] + (inputs if head.get("tied") and inputs else 0)
@@ -134,7 +134,7 @@ def shown_table(study: Study, results: Results) -> pd.DataFrame:
 def tunings(study: Study, results: Results) -> pd.DataFrame:
   """What was tuned: each row's chosen values, their validation loss and number of trials."""
   lines = []
-  for name in study.rows:
+  for name in study.trained:
     kept = results.get(f"{name}/tuning")
     if kept and kept["trials"]:
       last = [trial["valid"] for trial in kept["trials"] if trial["valid"] is not None]
@@ -153,7 +153,7 @@ def shown_value(value: Any) -> str:
 def edges(study: Study, results: Results) -> list[str]:
   """Sentences on chosen values that are the first or last of several numbers that were tried."""
   lines = []
-  for name in study.rows:
+  for name in study.trained:
     kept = results.get(f"{name}/tuning")
     if not kept or not kept["trials"] or kept["result"]["status"] != "finished":
       continue
@@ -260,7 +260,7 @@ def latex(frame: pd.DataFrame) -> str:
 
 def _budget(work: Work) -> str:
   """A sentence on what every row has in common."""
-  base = work.study.experiment(work.study.reference, scale=work.scale)
+  base = work.study.experiment(work.study.trained[0], scale=work.scale)
   train, margin = base.train, 100 * work.study.margin
   scale = "" if work.scale == 1 else f" ({float(work.scale):g} of the study's steps)"
   return (
@@ -272,7 +272,7 @@ def _budget(work: Work) -> str:
 
 
 def _tuning_sentences(study: Study) -> list[str]:
-  if all(len(study.space(name).candidates()) == 1 for name in study.rows):
+  if all(len(study.space(name).candidates()) == 1 for name in study.trained):
     return ["Nothing was tuned."]
   first, second = ROUNDS
   spaces = {
@@ -280,7 +280,7 @@ def _tuning_sentences(study: Study) -> list[str]:
       f"{field} {tuple(map(shown_value, values))}".replace("'", "")
       for field, values in study.space(name).values.items()
     )
-    for name in study.rows
+    for name in study.trained
   }
   return [
     f"Every row tried {' or '.join(sorted(spaces))}, with a seed of its own: all candidates for an"

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from vqjax.lab.config import config_hash
+from vqjax.lab.config import config_hash, with_fields
+from vqjax.lab.study.compressed import measure_compressed
 from vqjax.lab.study.costs import measure_costs, run_seconds, tuning_seconds
 from vqjax.lab.study.declaration import TUNING_SEED, Study
 from vqjax.lab.study.jobs import (
   JobList,
   ResultsFile,
   StudyJob,
+  check_same,
+  derived,
   origin,
   training_job,
   values_identity,
@@ -50,10 +53,15 @@ class Work:
 
   def job_list(self) -> JobList:
     """All jobs: costs, then each row's tuning and first seed, then the other seeds."""
-    names = [*self.study.rows]
-    first = [job for name in names for job in (self._tuning(name), self._run(name, 0))]
-    others = [self._run(name, seed) for seed in range(1, self.study.seeds) for name in names]
-    return JobList([*map(self._costs, names), *first, *others], self.results)
+    trained = self.study.trained
+    after = [name for name in self.study.rows if name not in trained]
+    jobs = [*map(self._costs, trained)]
+    jobs += [job for name in trained for job in (self._tuning(name), self._run(name, 0))]
+    jobs += [self._compressed(name, 0) for name in after]
+    for seed in range(1, self.study.seeds):
+      jobs += [self._run(name, seed) for name in trained]
+      jobs += [self._compressed(name, seed) for name in after]
+    return JobList(jobs, self.results)
 
   def _costs(self, name: str) -> StudyJob:
     experiment = self.study.experiment(name, scale=self.scale)
@@ -67,24 +75,50 @@ class Work:
     return tuning(f"{name}/tuning", "tuning", experiment, self.study.space(name), folder)
 
   def _run(self, name: str, seed: int) -> StudyJob:
-    before, suffix = self._tuning(name), f"-s{seed}" if seed else ""
-    label, folder = f"seed {seed}", self.folder / "runs" / f"{name}{suffix}"
     code = lambda experiment, folder: {"code": code_of(self.file)}
-    job = lambda experiment: training_job(f"{name}/run{suffix}", label, experiment, folder, code)
+    job = lambda experiment: training_job(
+      self._name(name, seed), f"seed {seed}", experiment, self._folder(name, seed), code
+    )
+    experiment = self.study.experiment(name, seed, self.scale)
+    return tuned(job, experiment, self._tuning(name), lambda: self._chosen(name))
 
-    def chosen() -> Mapping[str, Any] | None:
-      kept = self.results.read().get(before.name)
-      is_current = kept is not None and kept["result"]["config_hash"] == before.identity()
-      return kept["chosen"] if is_current else None
+  def _compressed(self, name: str, seed: int) -> StudyJob:
+    row = self.study.row(name)
+    source = self._run(row.of, seed)
 
-    return tuned(job, self.study.experiment(name, seed, self.scale), before, chosen)
+    def measure() -> dict[str, Any]:
+      # A run whose folder is gone is trained again.
+      check_same(source.make(), self.results.read().get(source.name))
+      experiment = self.study.experiment(row.of, seed, self.scale)
+      experiment = with_fields(experiment, self._chosen(row.of))
+      measured = measure_compressed(experiment, self._folder(row.of, seed), row)
+      return {**measured, "code": code_of(self.file)}
 
-  def seconds(self, job: StudyJob) -> float | None:
-    """The seconds that a job will take; None before the costs of its row are measured."""
+    label = f"seed {seed} of {row.of}, compressed"
+    return derived(self._name(name, seed), label, source, row.settings(), measure)
+
+  def _name(self, name: str, seed: int) -> str:
+    return f"{name}/run" + (f"-s{seed}" if seed else "")
+
+  def _folder(self, name: str, seed: int) -> pathlib.Path:
+    return self.folder / "runs" / (name + (f"-s{seed}" if seed else ""))
+
+  def _chosen(self, name: str) -> Mapping[str, Any] | None:
+    """What the tuning of a row chose; None before it has a result."""
+    before = self._tuning(name)
+    kept = self.results.read().get(before.name)
+    is_current = kept is not None and kept["result"]["config_hash"] == before.identity()
+    return kept["chosen"] if is_current else None
+
+  def seconds(self, job: StudyJob) -> float:
+    """The seconds that a job will take by the costs of its row, which are measured.
+
+    A compression counts as nothing: what it costs is not known.
+    """
     name, kind = job.name.split("/")
     kept = self.results.read().get(f"{name}/costs")
-    if kind == "costs" or kept is None:
-      return None
+    if kept is None:
+      return 0.0
     train = self.study.experiment(name, scale=self.scale).train
     if kind == "tuning":
       candidates = len(self.study.space(name).candidates())

@@ -18,7 +18,7 @@ from vqjax.convert import part_of
 from vqjax.lab.config import config_hash, with_fields
 from vqjax.lab.data import fit_tokenizer
 from vqjax.lab.study import tuning
-from vqjax.lab.study.jobs import StudyJob
+from vqjax.lab.study.jobs import StudyJob, check_same
 from vqjax.lab.study.tuning import SearchSpace
 from vqjax.lab.training import NotFiniteError
 from vqjax.lm import records
@@ -63,10 +63,10 @@ def test_a_row_of_one_seed_is_compared_with_the_mean_of_the_reference():
 
 
 def test_a_source_that_was_trained_again_and_ended_elsewhere_is_refused():
-  run.check_same(kept(4.0), None)
-  run.check_same(kept(4.0), {"name": "a", **kept(4.0)})
+  check_same(kept(4.0), None)
+  check_same(kept(4.0), {"name": "a", **kept(4.0)})
   with pytest.raises(ValueError, match=r"of a; got 4.01 and 4.0 nats. Remove its line"):
-    run.check_same(kept(4.01), {"name": "a", **kept(4.0)})
+    check_same(kept(4.01), {"name": "a", **kept(4.0)})
 
 
 def test_a_distilled_row_learns_from_the_teacher_of_its_seed():

@@ -1,0 +1,166 @@
+"""Trained models whose vocabulary table is compressed after their training."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen as nn
+
+import vqjax
+from vqjax import tables
+from vqjax.convert import part_of, with_part
+from vqjax.heads import DenseHead
+from vqjax.lab.config import Experiment
+from vqjax.lab.training import evaluate, make_scorer, read_run_variables
+from vqjax.lab.training.run_folder import EncodedText, load_text
+from vqjax.lab.training.step import carried
+
+__all__ = ["Compressed", "held_out_scores", "measure_compressed", "moments_of"]
+
+HIDDEN_STATES = 2**17
+"""Hidden states whose second moment is taken."""
+
+INPUTS_EVERY = 8
+"""Every so many batches of these the second moment of a tied table's input vectors is taken too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressed:
+  """A row whose models are the trained ones of another row, their table compressed.
+
+  It is trained and tuned no more. The head of the other row is a `DenseHead`, tied or not.
+
+  Attributes:
+    of: name of the other row.
+    bytes: largest size, as of `vqjax.compress`: a number, or a fraction of the table's bytes; None:
+      that of the method.
+    method: method of `vqjax.compress`, such as `vqjax.Int8()`; None: integers that are coded.
+    label: name in tables; "": that of the row.
+  """
+
+  of: str
+  bytes: float | None = 1 / 16
+  method: Callable | None = None
+  label: str = ""
+
+  def settings(self) -> dict[str, str]:
+    """What its results depend on, beside the run."""
+    return {"bytes": repr(self.bytes), "method": repr(self.method)}
+
+
+def held_out_scores(
+  model: nn.Module, variables: Mapping[str, Any], text: EncodedText
+) -> dict[str, dict[str, Any]]:
+  """Scores of the validation and the test split by a model with given variables."""
+  run, scorer, scores = text.experiment, make_scorer(model), {}
+  for name in ("valid", "test"):
+    split = text.splits[name]
+    batches = run.loader.whole(split, batch=run.train.batch, context=model.context)
+    scores[name] = evaluate(scorer, variables, batches, run.loader.text_bytes(split)).numbers()
+  return scores
+
+
+def moments_of(model: nn.Module, variables: Mapping[str, Any], text: EncodedText) -> tables.Moments:
+  """Moments of the training split: of its first hidden states, and counts of all of it.
+
+  For a tied table also those of its input vectors, of a part of these batches.
+  """
+  run, split = text.experiment, text.splits["train"]
+  is_tied = model.head.embedding is not None
+
+  @jax.jit
+  def second(variables, batch):
+    mutable = ["carry"] if "carry" in variables else []
+    hidden, carry = model.apply(
+      carried(variables, batch), batch["inputs"], method="hidden", mutable=mutable
+    )
+    hidden_ND = hidden.reshape(-1, hidden.shape[-1]) * (batch["targets"] >= 0).reshape(-1, 1)
+    return hidden_ND.T @ hidden_ND, (batch["targets"] >= 0).sum(), dict(carry)
+
+  @jax.jit
+  def second_of_inputs(variables, batch, key):
+    variables = carried(variables, batch)
+    apply = lambda method, *args: model.apply(variables, *args, method=method)
+    vectors_BTD = apply(lambda m, tokens: m.embedding(tokens), batch["inputs"])
+    hidden_BTD = apply(lambda m, vectors: m.body(vectors, True), vectors_BTD)
+    drawn_BT = apply(lambda m, hidden: m.head.sample(hidden, key), hidden_BTD)
+    counted_BT = batch["targets"] >= 0
+
+    def log_prob(vectors):
+      of_drawn = lambda m, v: m.head.log_prob(m.body(v, True), drawn_BT)
+      return jnp.where(counted_BT, apply(of_drawn, vectors), 0).sum()
+
+    gradient_ND = jax.grad(log_prob)(vectors_BTD).reshape(-1, vectors_BTD.shape[-1])
+    gradient_ND *= counted_BT.reshape(-1, 1)
+    return gradient_ND.T @ gradient_ND, counted_BT.sum()
+
+  hidden, inputs, variables = _Mean(), _Mean(), dict(variables)
+  batches = run.loader.whole(split, batch=run.train.batch, context=model.context)
+  for number, batch in enumerate(batches):
+    if is_tied and number % INPUTS_EVERY == 0:
+      key = jax.random.fold_in(jax.random.key(run.seed), number)
+      inputs.add(*second_of_inputs(variables, batch, key))
+    moment, count, carry = second(variables, batch)
+    variables |= carry
+    hidden.add(moment, count)
+    if hidden.count >= HIDDEN_STATES:
+      break
+  counts = np.bincount(np.asarray(split.tokens), minlength=model.head.vocab)
+  of_inputs = inputs.value if is_tied else None
+  return tables.Moments(hidden.value, counts, hidden.count, of_inputs)
+
+
+class _Mean:
+  """A mean in float64."""
+
+  def __init__(self):
+    self.total, self.count = 0.0, 0
+
+  def add(self, total: jax.Array, count: jax.Array) -> None:
+    self.total, self.count = self.total + np.asarray(total, np.float64), self.count + int(count)
+
+  @property
+  def value(self) -> np.ndarray:
+    return self.total / self.count
+
+
+def measure_compressed(
+  experiment: Experiment, folder: pathlib.Path, row: Compressed
+) -> dict[str, Any]:
+  """Scores and bytes of a trained model with a compressed table.
+
+  Args:
+    experiment: the experiment of the run.
+    folder: its run folder.
+    row: the compression.
+  """
+  text = load_text(experiment)
+  model = text.experiment.model
+  head: DenseHead = model.head
+  owner = "head" if head.embedding is None else "embedding"
+  variables, _ = read_run_variables(folder)
+  params = part_of(variables, owner)["params"]
+  small = vqjax.compress(
+    params["weight"],
+    bytes=row.bytes,
+    method=row.method,
+    moments=moments_of(model, variables, text),
+    bias=part_of(variables, "head").get("params", {}).get("bias"),
+    seed=experiment.seed,
+  )
+  rows = small.rows(np.arange(head.vocab)).astype(params["weight"].dtype)
+  variables = with_part(variables, owner, {"params": {**params, "weight": rows}})
+  result: dict[str, Any] = held_out_scores(model, variables, text)
+  is_tied = owner == "embedding"
+  inputs = 0 if is_tied else model.embedding.inference_size().state_bytes
+  result["head"] = {
+    "class": type(head).__name__,
+    "state_bytes": small.report.bytes,
+    "tied": is_tied,
+  }
+  result["embedding"] = {"shipped_bytes": inputs}
+  result["seed"] = experiment.seed
+  return {"result": result}
