@@ -42,9 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
 def _demo(folder: pathlib.Path, steps: int | None) -> None:
   changes = [] if steps is None else [f"train.steps={steps}"]
   configs = pathlib.Path(__file__).parents[1] / "configs"
-  experiments = [override(load_config(configs / f"{name}.py"), changes) for name in CONFIGS]
-  for experiment in experiments:
-    fit(experiment, folder / experiment.name)
+  experiments = []
+  for name in CONFIGS:
+    config = configs / f"{name}.py"
+    experiments.append(override(load_config(config), changes))
+    source = {"config": str(config), "overrides": changes}
+    fit(experiments[-1], folder / experiments[-1].name, source=source)
   runs = [report.read_run(folder / experiment.name) for experiment in experiments]
   console = Console()
   columns = report.default_columns(runs)

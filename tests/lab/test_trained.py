@@ -2,10 +2,14 @@
 
 import json
 import pathlib
+import shutil
 
 import pytest
 
-from vqjax.commands import generate, score
+from vqjax.commands import generate, score, train
+from vqjax.commands.models import load_model
+from vqjax.lab.training.run_folder import read_config
+from vqjax.lm import records
 
 CONFIG = """
 import pathlib
@@ -15,6 +19,13 @@ from vqjax.lab.config import FROM_TOKENIZER
 
 def experiment():
   return tiny.experiment(pathlib.Path({text!r}), DenseHead(FROM_TOKENIZER, 16))
+"""
+
+STUDY = """
+def study():
+  from vqjax.lab.study import Study
+
+  return Study(experiment(), {"tiny": {"train.learning_rate": 1.0}})
 """
 
 
@@ -39,6 +50,32 @@ def test_a_run_generates_and_scores_its_text(run, capsys):
   nats = found["nats_per_token"] * found["tokens"]
   assert nats == pytest.approx(found["nats_per_byte"] * size)
   assert 0 < found["nats_per_token"] < 4.2  # below log 61, the uniform distribution
+
+
+def test_a_run_knows_the_file_that_it_was_made_from(run, tmp_path, monkeypatch):
+  folder, config, text = run
+  kept, copy = read_config(folder), tmp_path / "copy"
+  shutil.copytree(folder, copy)
+  study = tmp_path / "study.py"
+  study.write_text(CONFIG.format(text=str(text)) + STUDY)
+  made = {
+    "config": {"config": str(config), "overrides": ["name=tiny"]},
+    "study": {
+      "study": str(study),
+      "row": "tiny",
+      "seed": 0,
+      "scale": "1",
+      "fields": {"train.learning_rate": 1e-2},
+    },
+  }
+  for source in made.values():
+    records.write(copy / "config.json", kept | {"source": source})
+    assert load_model(str(copy)).model == load_model(str(folder), str(config)).model
+  given = {}
+  monkeypatch.setattr(train, "fit", lambda experiment, folder, source: given.update(source) or {})
+  monkeypatch.setattr(train, "print_result", lambda result, folder: None)
+  assert train.main([str(config), "train.steps=7"]) == 0
+  assert given == {"config": str(config), "overrides": ["train.steps=7"]}
 
 
 def test_a_run_without_its_config_or_with_another_is_refused(run, capsys):

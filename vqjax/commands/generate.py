@@ -1,7 +1,7 @@
 """Command that continues prompts.
 
 vqjax generate gemma-3-270m-q4_k_m.gguf --prompt "The capital of France is" --temperature 0
-vqjax generate runs/demo/codebook --config configs/lm_codebook.py --prompt "Once upon a time"
+vqjax generate runs/demo/codebook --prompt "Once upon a time"
 vqjax generate large.gguf --draft small.gguf --prompt "Once upon a time"
 vqjax generate large.gguf --draft drafter.safetensors --prompt "Once upon a time"
 """

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -29,36 +32,58 @@ def load_model(
 
   Args:
     path: a pretrained model, here or under $VQJAX_DATA, or a run folder.
-    config: config file of the run; None: the model is a pretrained one.
+    config: config file of the run; None: the one that the run names, if it is a run.
     overrides: the overrides of the run.
     dtype: number format of a pretrained model, one of `DTYPES`.
     runtime: form of the tables of a pretrained model in memory; None: that which its file names.
 
   Raises:
     FileNotFoundError: there is no such model, or it has no tokenizer.
-    ValueError: a run folder has another config, or none is given for it.
+    ValueError: a run folder has another config, or none is known for it.
   """
   folder = data_path(path, kind="model")
   if config is None:
-    if (folder / "checkpoints").is_dir():
-      raise ValueError(
-        f"`--config` must be given for a run folder; got {path} alone. Its config.json describes"
-        " the objects of the run, which only a Python file can make: give the config file that the"
-        " run was started with, and its overrides."
-      )
     if overrides:
       raise ValueError(
-        f"FIELD=VALUE must be given with --config only; got {' '.join(overrides)} for the"
-        f" pretrained model {path}. Leave it out."
+        f"FIELD=VALUE must be given with --config only; got {' '.join(overrides)} for {path}."
+        " Leave it out."
       )
+    if (folder / "checkpoints").is_dir():
+      from vqjax.lab.trained import load_run
+
+      return load_run(folder, _experiment_of_run(folder))
     loaded = checkpoints.load(folder, dtype=DTYPES[dtype], runtime=runtime)
     return Loaded(
       loaded.model, loaded.variables, loaded.tokenizer or tokenizers.load_tokenizer(folder)
     )
   # Not at the top: a pretrained model needs neither a trainer nor its libraries.
+  from vqjax.lab.config import load_config, override
   from vqjax.lab.trained import load_run
 
-  return load_run(folder, config, overrides)
+  return load_run(folder, override(load_config(config), list(overrides)))
+
+
+def _experiment_of_run(folder: pathlib.Path) -> Any:
+  """The experiment of a run folder, made again from the file that its config.json names."""
+  from vqjax.lab.config import load_config, override, with_fields
+  from vqjax.lab.training.run_folder import read_config
+
+  source = (read_config(folder) or {}).get("source") or {}
+  file = source.get("study") or source.get("config")
+  if file is None or not pathlib.Path(file).is_file():
+    lost = "names no file" if file is None else f"names {file}, which is gone"
+    raise ValueError(
+      f"`--config` must be given for a run whose config.json {lost}; got {folder} alone. Only a"
+      " Python file can make the objects of a run: give the config file that it was started with,"
+      " and its overrides."
+    )
+  if "config" in source:
+    return override(load_config(file), source["overrides"])
+  from vqjax.lab.study import load_study
+
+  study = load_study(file)
+  made = study.experiment(source["row"], source["seed"], Fraction(source["scale"]))
+  return with_fields(made, source["fields"])
 
 
 PRETRAINED = "folder of safetensors, a GGUF, or a .bin file of llama2.c"
@@ -71,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "overrides", nargs="*", metavar="FIELD=VALUE", help="the overrides of a run folder"
   )
-  option(parser, "--config", "config file of a run folder", metavar="FILE")
+  option(parser, "--config", "config file of a run folder, where it has moved", metavar="FILE")
   option(
     parser, "--dtype", "number format of a pretrained model", default="float32", choices=DTYPES
   )

@@ -1,7 +1,7 @@
 """Command that prints the nats a token and a byte of a text.
 
 vqjax score gemma-3-270m-q4_k_m.gguf --text article.txt
-vqjax score runs/demo/codebook --config configs/lm_codebook.py --text article.txt --json
+vqjax score runs/demo/codebook --text article.txt --json
 """
 
 import argparse

@@ -94,7 +94,7 @@ def _run(work: Work, jobs: JobList, chosen: list[StudyJob]) -> None:
   for job in costs:
     if not jobs.is_done(job):
       exits.say(f"{job.name}: measuring a step")
-      with errors_with_lines(work.file):
+      with errors_with_lines(work.file, line=None):
         jobs.do(job)
   left = [job for job in rest if not jobs.is_done(job)]
   seconds = {job.name: work.seconds(job) for job in left}

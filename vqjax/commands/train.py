@@ -62,6 +62,7 @@ def _train(experiment: Experiment, options: argparse.Namespace) -> None:
   folder = options.run or pathlib.Path("runs") / f"{experiment.name}-{config_hash(experiment)}"
   if distributed.is_main():
     print(f"run folder: {one_line(folder)}", file=sys.stderr)
-  result = fit(experiment, folder)
+  source = {"config": str(pathlib.Path(options.config).resolve()), "overrides": options.overrides}
+  result = fit(experiment, folder, source=source)
   if distributed.is_main():
     print_result(result, folder)

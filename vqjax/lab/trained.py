@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
 
-from vqjax.lab.config import config_hash, describe, difference, load_config, override, with_vocab
+from vqjax.lab.config import Experiment, config_hash, describe, difference, with_vocab
 from vqjax.lab.data import fit_tokenizer
 from vqjax.lab.starting_points import Distilled, student_of
 from vqjax.lab.training import read_run_variables
@@ -15,18 +14,16 @@ from vqjax.lm.checkpoints import Loaded
 __all__ = []
 
 
-def load_run(folder: pathlib.Path, config: str, overrides: Sequence[str] = ()) -> Loaded:
+def load_run(folder: pathlib.Path, experiment: Experiment) -> Loaded:
   """The model of a run folder, with its tokenizer.
 
   Args:
     folder: the run folder.
-    config: config file of the run.
-    overrides: the overrides of the run.
+    experiment: the experiment of the run.
 
   Raises:
     ValueError: the folder has another config, or the data of the run are not text.
   """
-  experiment = override(load_config(config), list(overrides))
   variables, _ = read_run_variables(folder)
   theirs = read_config(folder)
   if theirs is not None and theirs["hash"] != config_hash(experiment):
@@ -37,8 +34,8 @@ def load_run(folder: pathlib.Path, config: str, overrides: Sequence[str] = ()) -
     )
   if experiment.tokenizer is None:
     raise ValueError(
-      f"`--config` must be that of a language model; got {config}, whose data are not text. Give"
-      " another run."
+      f"`model` must be the run of a language model; got {folder}, whose data are not text. Give"
+      " another."
     )
   tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
   model = with_vocab(experiment, tokenizer.vocab).model

@@ -73,7 +73,7 @@ def fitted(tmp_path, monkeypatch):
   worse = lambda run: {"dense": 0.0, "codebook": 0.1}.get(run.name)
   made = Fitted(lambda run: None if worse(run) is None else 3 + worse(run) + rate(run), [])
 
-  def fit(run, folder, test=True):
+  def fit(run, folder, test=True, source=None):
     folder = pathlib.Path(folder)
     if (folder / "result.json").exists():
       return

@@ -292,8 +292,13 @@ def load_function(path: str | pathlib.Path, function: str, kind: type[T]) -> T:
 
 
 @contextlib.contextmanager
-def errors_with_lines(path: pathlib.Path) -> Iterator[None]:
-  """Name the file and the line of an error in a config, or in a file that it imports."""
+def errors_with_lines(path: pathlib.Path, line: int | None = 1) -> Iterator[None]:
+  """Name the file and the line of an error in a config, or in a file that it imports.
+
+  Args:
+    path: the config.
+    line: the line that is named where the error has none in these files; None: nothing is named.
+  """
   try:
     yield
   except (MemoryError, KeyboardInterrupt):
@@ -304,7 +309,9 @@ def errors_with_lines(path: pathlib.Path) -> Iterator[None]:
     if isinstance(error, SyntaxError) and error.filename:
       places = [(error.filename, error.lineno)]
     own = [at for at in places if pathlib.Path(at[0]).is_relative_to(path.resolve().parent)]
-    file, line = (own or [(str(path), 1)])[-1]
+    if not own and line is None:
+      raise
+    file, line = (own or [(str(path), line)])[-1]
     text = one_line(getattr(error, "msg", None) or error).rstrip(".")
     # What this library refuses says what to do; Python's own errors do not.
     is_ours = "vqjax" in pathlib.Path(places[-1][0]).parts

@@ -78,13 +78,14 @@ def training_job(
   folder: str | pathlib.Path,
   beside: Beside = lambda experiment, folder: {},
   needs: tuple[str, ...] = (),
+  source: Mapping[str, Any] | None = None,
 ) -> StudyJob:
-  """A job that trains an experiment in its run folder."""
+  """A job that trains an experiment in its run folder; `source` is that of `fit`."""
   folder = pathlib.Path(folder)
 
   def make() -> dict[str, Any]:
     try:
-      fit(experiment, folder)
+      fit(experiment, folder, source=source)
     except NotFiniteError as error:
       # The result says that it failed; the other jobs of the study still run.
       print(f"{name} failed: {error}", file=sys.stderr)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from vqjax.lab.config import config_hash, with_fields
+from vqjax.lab.config import Experiment, config_hash, with_fields
 from vqjax.lab.study.compressed import measure_compressed
 from vqjax.lab.study.costs import measure_costs, run_seconds, tuning_seconds
 from vqjax.lab.study.declaration import TUNING_SEED, Study
@@ -75,10 +75,22 @@ class Work:
     return tuning(f"{name}/tuning", "tuning", experiment, self.study.space(name), folder)
 
   def _run(self, name: str, seed: int) -> StudyJob:
-    code = lambda experiment, folder: {"code": code_of(self.file)}
-    job = lambda experiment: training_job(
-      self._name(name, seed), f"seed {seed}", experiment, self._folder(name, seed), code
-    )
+    def job(experiment: Experiment) -> StudyJob:
+      return training_job(
+        self._name(name, seed),
+        f"seed {seed}",
+        experiment,
+        self._folder(name, seed),
+        lambda experiment, folder: {"code": code_of(self.file)},
+        source={
+          "study": str(self.file.resolve()),
+          "row": name,
+          "seed": seed,
+          "scale": str(self.scale),
+          "fields": self._chosen(name),
+        },
+      )
+
     experiment = self.study.experiment(name, seed, self.scale)
     return tuned(job, experiment, self._tuning(name), lambda: self._chosen(name))
 

@@ -5,6 +5,8 @@ import math
 import os
 import pathlib
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.errors import JaxRuntimeError
@@ -32,7 +34,13 @@ class NotFiniteError(ArithmeticError):
   exit_code = 1
 
 
-def fit(experiment: Experiment, folder: str | os.PathLike, *, test: bool = True) -> dict:
+def fit(
+  experiment: Experiment,
+  folder: str | os.PathLike,
+  *,
+  test: bool = True,
+  source: Mapping[str, Any] | None = None,
+) -> dict:
   """Train an experiment in its run folder, or resume it; return the result.
 
   A finished run returns its result at once. SIGINT, SIGTERM, SIGHUP and SIGQUIT finish the step,
@@ -44,6 +52,8 @@ def fit(experiment: Experiment, folder: str | os.PathLike, *, test: bool = True)
     experiment: the experiment.
     folder: its run folder.
     test: score the test split at the end; a run that only chooses settings must not read it.
+    source: what the experiment was made from, such as {"config": its file, "overrides": [...]}, for
+      commands that read the run; kept in a new folder, and not part of the run's identity.
 
   Raises:
     ValueError: the folder belongs to another config; or the text, the tokenizer or a checkpoint
@@ -59,7 +69,7 @@ def fit(experiment: Experiment, folder: str | os.PathLike, *, test: bool = True)
   make_program = lambda: Program(text.experiment, make_mesh(experiment.train.mesh))
   # Made before a new folder is: a model that cannot be made must not leave one.
   program = None if (folder / "config.json").exists() else make_program()
-  run = RunFolder(folder, experiment, text.identity)
+  run = RunFolder(folder, experiment, text.identity, source)
   try:
     result = run.result()
     if result is not None and result["status"] == "finished":

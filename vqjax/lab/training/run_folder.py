@@ -11,7 +11,7 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Literal
 
 import jax
@@ -32,6 +32,7 @@ class Config:
   hash: str
   config: dict[str, Any]
   data: dict[str, Any]
+  source: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass
@@ -201,7 +202,13 @@ class RunFolder:
     owner: the experiment and its data, in one word.
   """
 
-  def __init__(self, path: pathlib.Path, experiment: Experiment, data: dict):
+  def __init__(
+    self,
+    path: pathlib.Path,
+    experiment: Experiment,
+    data: dict,
+    source: Mapping[str, Any] | None = None,
+  ):
     """Open or make the folder for an experiment on data with this identity.
 
     Raises:
@@ -218,6 +225,8 @@ class RunFolder:
     self.path = path
     self._lock = None
     mine = {"hash": config_hash(experiment), "config": describe(experiment), "data": data}
+    if source is not None:
+      mine["source"] = dict(source)
     # Checkpoints name their owner, so that they cannot change hands with a lost config.json.
     self.owner = f"{mine['hash']}-{records.checksum(json.dumps(data, sort_keys=True).encode())}"
     try:
