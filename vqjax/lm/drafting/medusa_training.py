@@ -245,8 +245,8 @@ def _with_best_tree(
   known_NK = _ranks(drafter, model, variables, half(0))
   if not (known_NK[:, 0] >= 0).any():
     raise ValueError(
-      f"the first block must have some of {len(known_NK)} held-out tokens among its {CANDIDATES} best"
-      "; got none. Train for more steps, on a longer text."
+      f"the first block must have some of {len(known_NK)} held-out tokens among its {CANDIDATES}"
+      " best; got none. Train for more steps, on a longer text."
     )
   tree = DraftTree.best(known_NK, size)
   rank_NK = _ranks(drafter, model, variables, half(1))
