@@ -1,7 +1,7 @@
 """Three heads on your own text, tuned alike, with three seeds each and one page.
 
-vqjax study examples/study.py               half an hour on two CPU cores
-vqjax study examples/study.py --scale 0.1   the same with a tenth of the steps
+vqjax study examples/study.py --scale 0.1   a tenth of the steps, to see that all runs
+vqjax study examples/study.py
 """
 
 import tempfile

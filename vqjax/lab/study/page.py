@@ -218,7 +218,7 @@ def write_pages(work: Work, results: Results) -> list[pathlib.Path]:
   """Write study.md, .html, .csv, .tex and .png into the folder of a study; return the paths."""
   study, folder = work.study, work.folder
   table, drawn = shown_table(study, results), figure(study, results)
-  title = f"Study {work.file.stem}"
+  title = f"Study {work.file.name}"
   sections = [
     ("", [_budget(work)], table),
     ("What is missing", missing(study, results) or ["Nothing."], None),
@@ -265,9 +265,9 @@ def _budget(work: Work) -> str:
   scale = "" if work.scale == 1 else f" ({float(work.scale):g} of the study's steps)"
   return (
     f"Every row is trained for {train.steps:,} steps{scale} of {train.batch * base.model.context:,}"
-    f" tokens. Differences are of perplexity, paired by seed, with 95 % intervals of Student's t;"
-    f" within {margin:g} % rows are equal. A row whose interval holds neither verdict is undecided."
-    " The test text was read once by each run, at its end."
+    f" tokens. Differences are of perplexity, paired by seed, with 95 % intervals of Student's t. A row"
+    f" is equal where its whole interval is within {margin:g} %, better or worse where it excludes 0,"
+    " and else undecided. Each run read the test text once, at its end."
   )
 
 
