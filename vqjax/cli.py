@@ -16,6 +16,7 @@ __all__ = []
 COMMANDS = {
   "train": "train one experiment, or resume it",
   "table": "compare the runs below a folder",
+  "new": "write a small project: a head, a config, a study and a test",
   "study": "compare heads: tune each, train seeds, write a page of paired differences",
   "cluster": "replace the dense head of a trained run by a codebook head, and fine-tune",
   "floor": "compute the perplexity that the codes of a config rule out",

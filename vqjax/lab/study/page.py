@@ -265,9 +265,9 @@ def _budget(work: Work) -> str:
   scale = "" if work.scale == 1 else f" ({float(work.scale):g} of the study's steps)"
   return (
     f"Every row is trained for {train.steps:,} steps{scale} of {train.batch * base.model.context:,}"
-    f" tokens. Differences are of perplexity, paired by seed, with 95 % intervals of Student's t. A row"
-    f" is equal where its whole interval is within {margin:g} %, better or worse where it excludes 0,"
-    " and else undecided. Each run read the test text once, at its end."
+    f" tokens. Differences are of perplexity, paired by seed, with 95 % intervals of Student's t. A"
+    f" row is equal where its whole interval is within {margin:g} %, better or worse where it"
+    " excludes 0, and else undecided. Each run read the test text once, at its end."
   )
 
 
