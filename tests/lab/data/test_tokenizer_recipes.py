@@ -6,9 +6,11 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
 
 from vqjax.lab.data import (
   BPETokenizer,
+  JSONTokenizer,
   Text,
   WordTokenizer,
   encode_document,
@@ -125,3 +127,35 @@ def test_gpt2_gives_the_published_numbers(real_data):
     decoded = text.removesuffix("\n<|endoftext|>\n").split("\n<|endoftext|>\n")
     encoded = [encode_document(tokenizer, story) for story in decoded]
     assert np.array_equal(np.concatenate(encoded), expected)
+
+
+@pytest.fixture
+def saved(tmp_path):
+  """A folder with the tokenizer.json of a tokenizer of words, with the end <end>."""
+  words = {"<unk>": 0, "<end>": 1, "red": 2, "blue": 3}
+  made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+  made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  made.add_special_tokens(["<end>"])
+  made.enable_truncation(2)
+  made.save(str(tmp_path / "tokenizer.json"))
+  return tmp_path
+
+
+def test_a_saved_tokenizer_is_read_from_its_file_or_folder_without_a_model(saved):
+  read = fit(JSONTokenizer(str(saved / "tokenizer.json"), end="<end>"))
+  assert (read.vocab, read.eos) == (4, (1,))
+  assert [*read.encode("red blue red")] == [1, 2, 3, 2]
+  assert fingerprint(JSONTokenizer("elsewhere").load(read.state())) == fingerprint(read)
+  (saved / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+  assert fingerprint(fit(JSONTokenizer(str(saved)))) == fingerprint(read)
+
+
+def test_a_saved_tokenizer_without_an_end_or_a_file_is_refused(saved):
+  with pytest.raises(ValueError, match=r"`tokenizer.end` .* got ''. Give one such as <end>"):
+    fit(JSONTokenizer(str(saved)))
+  (saved / "tokenizer.json").write_text("{}")
+  with pytest.raises(ValueError, match=r"`tokenizer.path` must be a tokenizer.json"):
+    fit(JSONTokenizer(str(saved)))
+  (saved / "tokenizer.json").unlink()
+  with pytest.raises(FileNotFoundError, match=r"must hold tokenizer.json"):
+    fit(JSONTokenizer(str(saved)))

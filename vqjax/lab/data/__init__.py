@@ -22,6 +22,7 @@ from vqjax.lab.data.token_cache import (
 from vqjax.lab.data.tokenizer_recipes import (
   BPETokenizer,
   CheckpointTokenizer,
+  JSONTokenizer,
   SentencePieceTokenizer,
   TokenizerRecipe,
   WordTokenizer,
@@ -35,6 +36,7 @@ __all__ = [
   "EvaluationStreams",
   "Filtered",
   "JSONLines",
+  "JSONTokenizer",
   "Loader",
   "PennTreebank",
   "Prepared",

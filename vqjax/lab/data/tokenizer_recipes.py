@@ -24,6 +24,7 @@ __all__ = [
   "BPETokenizer",
   "CheckpointTokenizer",
   "Documents",
+  "JSONTokenizer",
   "SentencePieceTokenizer",
   "TokenizerRecipe",
   "WordTokenizer",
@@ -221,6 +222,55 @@ def _with_end(model: tokenizers.Tokenizer, end: str) -> Tokenizer:
   number = model.token_to_id(end)
   begin_with(model, end)
   return JsonTokenizer(model, number, [number], spelt=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class JSONTokenizer(TokenizerRecipe):
+  """A tokenizer.json, as `tokenizers` and `transformers` save it, without a model.
+
+  Attributes:
+    path: the file, or its folder, here or under $VQJAX_DATA.
+    end: the token that ends a document; "": `eos_token` of a tokenizer_config.json beside the file.
+  """
+
+  path: str
+  end: str = ""
+
+  def fit(self, documents: Documents) -> Tokenizer:
+    """Read the tokenizer."""
+    del documents
+    file, *beside = self.files()
+    try:
+      model = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+      raise ValueError(
+        f"`tokenizer.path` must be a tokenizer.json; got {file}: {error}. Save it with"
+        " tokenizer.save(file), or give another."
+      ) from None
+    model.no_truncation()
+    model.no_padding()
+    end, added = self.end, [token.content for token in model.get_added_tokens_decoder().values()]
+    for config in [] if end else beside:
+      named = _json(read_text(config), str(config)).get("eos_token") or ""
+      end = named.get("content", "") if isinstance(named, dict) else named
+    if model.token_to_id(end) is None:
+      raise ValueError(
+        f"`tokenizer.end` must be the token of {file} that ends a document; got {end!r}. Give one"
+        f" such as {', '.join(added) or 'a token of its vocabulary'}."
+      )
+    return _with_end(model, end)
+
+  def files(self) -> tuple[Path, ...]:
+    """Return the file, and the configuration beside it, if there is one."""
+    path = data_path(self.path, kind="tokenizer.path")
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+      raise FileNotFoundError(
+        f"`tokenizer.path` must hold tokenizer.json; got {path} without it. Of other files use"
+        " SentencePieceTokenizer(model=...) or BPETokenizer(folder=...)."
+      )
+    config = file.with_name("tokenizer_config.json")
+    return (file, config) if config.is_file() else (file,)
 
 
 @dataclasses.dataclass(frozen=True)
