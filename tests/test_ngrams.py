@@ -79,6 +79,19 @@ def test_it_begins_without_its_convolution_and_all_its_parameters_have_gradients
   assert layer.size().params == sum(x.size for x in jax.tree.leaves(variables))
 
 
+def test_vectors_that_are_given_need_no_table():
+  layer = memory()
+  variables = randomised(jitted.init(layer, jax.random.key(0), HIDDEN, TOKENS))
+  params = dict(variables["params"])
+  table = params.pop("lookup")["table"]["weight"]
+  vectors = table[HASH(TOKENS)].reshape(2, 11, -1)
+  found = jitted.apply(layer, {"params": params}, HIDDEN, TOKENS, vectors)
+  np.testing.assert_array_equal(found, jitted.apply(layer, variables, HIDDEN, TOKENS))
+  assert jitted.init(layer, jax.random.key(0), HIDDEN, TOKENS, vectors)["params"].keys() == {
+    *params
+  }
+
+
 def test_nnx_adds_the_same():
   linen = memory()
   variables = randomised(jitted.init(linen, jax.random.key(0), HIDDEN, TOKENS))
@@ -95,6 +108,10 @@ def test_nnx_adds_the_same():
     (
       lambda: memory().init(jax.random.key(0), HIDDEN[..., 1:], TOKENS),
       r"`hidden` must be \(2, 11, 24\)",
+    ),
+    (
+      lambda: memory().init(jax.random.key(0), HIDDEN, TOKENS, HIDDEN),
+      r"`vectors` must be \(2, 11, 16\), 4 rows of 4 for each token; got \(2, 11, 24\)",
     ),
   ],
 )

@@ -174,23 +174,38 @@ class NGramMemory(Layer):
     )
 
   def __call__(
-    self, hidden: Float[ArrayLike, "*B T C"], tokens: Integer[ArrayLike, "*B T"]
+    self,
+    hidden: Float[ArrayLike, "*B T C"],
+    tokens: Integer[ArrayLike, "*B T"],
+    vectors: Float[ArrayLike, "*B T E"] | None = None,
   ) -> Float[Array, "*B T C"]:
-    """What is added to the streams `hidden` [*B, T, S * D] of texts that begin here."""
-    return self.step(hidden, tokens, self.cache(*jnp.shape(tokens)[:-1]))[0]
+    """What is added to the streams `hidden` [*B, T, S * D] of texts that begin here.
+
+    `vectors` are as of `step`.
+    """
+    return self.step(hidden, tokens, self.cache(*jnp.shape(tokens)[:-1]), vectors)[0]
 
   def step(
     self,
     hidden: Float[ArrayLike, "*B T C"],
     tokens: Integer[ArrayLike, "*B T"],
     cache: MemoryCache,
+    vectors: Float[ArrayLike, "*B T E"] | None = None,
   ) -> tuple[Float[Array, "*B T C"], MemoryCache]:
     """What is added to the streams of the next tokens, and the cache for those after them.
 
+    Args:
+      hidden: the streams [*B, T, S * D].
+      tokens: [*B, T].
+      cache: what the tokens before have left.
+      vectors: the n-grams' vectors [*B, T, E], such as rows of a `vqjax.tables.HostTable`. None:
+        `lookup` reads them. Where `init` is given them, the table is not a variable of the layer.
+
     Raises:
-      ValueError: `hidden` has another shape than the tokens and the streams.
+      ValueError: `hidden` or `vectors` have another shape than the tokens, the streams and the
+        table.
     """
-    check_arrays(hidden=hidden)
+    check_arrays(hidden=hidden, vectors=vectors)
     hidden, tokens = jnp.asarray(value_of(hidden)), jnp.asarray(value_of(tokens))
     channels = self.streams * self.dim
     if hidden.shape != (*tokens.shape, channels):
@@ -198,7 +213,15 @@ class NGramMemory(Layer):
         f"`hidden` must be {(*tokens.shape, channels)}, as the tokens and {self.streams} streams of"
         f" {self.dim}; got {hidden.shape}."
       )
-    vectors = self.lookup(tokens, cache.tokens)
+    if vectors is None:
+      vectors = self.lookup(tokens, cache.tokens)
+    vectors = jnp.asarray(value_of(vectors))
+    if vectors.shape != (*tokens.shape, self.lookup.dim):
+      raise ValueError(
+        f"`vectors` must be {(*tokens.shape, self.lookup.dim)}, {self.lookup.ngrams.heads} rows of"
+        f" {self.lookup.table.dim} for each token; got {vectors.shape}. Reshape the rows [*B, T, H,"
+        " D] of the table."
+      )
     added, values = self._added(hidden, vectors, cache.values)
     history = jnp.concatenate([cache.tokens, tokens.astype(jnp.int32)], axis=-1)
     return added, MemoryCache(history[..., tokens.shape[-1] :], values)

@@ -6,11 +6,12 @@ import math
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from tests import tiny
 from tests.lab.training.test_step import counting_model
-from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead
+from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead, optimizer_labels
 from vqjax.lab.config import Experiment, Train
 from vqjax.lab.data import Windows
 from vqjax.lab.training import fit
@@ -18,6 +19,7 @@ from vqjax.lab.training.checkpoint import Checkpoints
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.step import _leaf_checksum
 from vqjax.lm.models import Transformer
+from vqjax.row_updates import rowwise
 from vqjax.sharding import MeshShape, make_mesh
 
 PRIME = 53
@@ -128,6 +130,18 @@ def test_the_devices_share_the_arithmetic():
   assert flops[shape] < flops[ONE] / 8 * 1.3
 
 
+@dataclasses.dataclass(frozen=True)
+class ByRows:
+  """Row-wise Adagrad of tables, and Adam of all else."""
+
+  def learning_rate(self, train):
+    return lambda step: 0.01
+
+  def rule(self, train):
+    rules = dict.fromkeys(("matrix", "vector"), optax.adam(0.01)) | {"table": rowwise(0.01)}
+    return optax.multi_transform(rules, optimizer_labels)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "made",
@@ -135,8 +149,9 @@ def test_the_devices_share_the_arithmetic():
     lambda: small("codebook"),
     lambda: small("codebook", trainable=("head.codebook", "embedding")),
     lambda: dataclasses.replace(small(), model=counting_model()),
+    lambda: small("codebook", optimizer=ByRows()),
   ],
-  ids=["whole", "partly trained", "counts"],
+  ids=["whole", "partly trained", "counts", "moments of rows"],
 )
 def test_a_checkpoint_of_eight_devices_is_restored_on_one_and_back(made, tmp_path):
   eight, one = (program(made(), shape) for shape in (ALL_AXES, ONE))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vqjax import sharding
 from vqjax.lab.config import Experiment
@@ -131,12 +131,13 @@ class Program:
       shardings = sharding.shardings(logical_axes(), state.variables, self.mesh)
 
     # An optimiser may have no moment of a parameter (MaskedNode), or moments of its rows and
-    # columns (a list, SM3): these are replicated.
+    # columns (a list, SM3): these are replicated. One number a row lies with its row.
+    with_rows = lambda x, where: NamedSharding(self.mesh, PartitionSpec(*where.spec[: x.ndim]))
     is_moment = lambda node: not isinstance(node, (optax.MaskedNode, list))
     replicate = lambda node: jax.tree.map(lambda _: everywhere, node)
     opt_state = optax.tree_utils.tree_map_params(
       self._optimizer,
-      lambda node, where: where if is_moment(node) else replicate(node),
+      lambda node, where: with_rows(node, where) if is_moment(node) else replicate(node),
       state.opt_state,
       shardings["params"],
       transform_non_params=lambda _: everywhere,
