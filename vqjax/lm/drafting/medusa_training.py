@@ -175,7 +175,9 @@ def _train_medusa(
   frozen = {name: tree for name, tree in own.items() if name != "params"}
   trained = MedusaBlocks.identity(model.dim, count), own.get("params", {})
   warm_up = max(1, settings.steps // 20)
-  rate = optax.warmup_cosine_decay_schedule(0, settings.rate, warm_up, settings.steps)
+  rate = optax.warmup_cosine_decay_schedule(
+    0, settings.rate, warm_up, max(settings.steps, warm_up + 1)
+  )
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
 
   @jax.jit
