@@ -293,53 +293,72 @@ class Int8Rows:
     drop(self.files)
 
 
+class Reader(NamedTuple):
+  """A way to read rows.
+
+  Attributes:
+    rows: ids -> rows.
+    before: called with the ids of each lookup before it, which is not timed.
+  """
+
+  rows: Callable[[np.ndarray], np.ndarray]
+  before: Callable[[np.ndarray], object] = lambda ids: None
+
+
 def lookups(size: Sizes) -> dict[str, Any]:
   """Print and return lookups a second of a table in memory, in a mapped file, and of int8."""
-  heads, rows = size.ngrams.heads, size.lookup_rows
-  draw = np.random.default_rng(1)
-  found: dict[str, Any] = {}
+  rows, is_quick = size.lookup_rows, size == QUICK
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
     table = HostTable.create(folder / "table", rows, WIDTH, init=random_rows)
     files = [*(folder / "table").iterdir()]
     in_memory, int8 = HostTable(np.array(table.weight)), Int8Rows(folder, rows)
-    cases: dict[str, tuple[Callable, Callable | None]] = {
-      "float32 in memory": (in_memory.rows, None),
-      "float32 mapped, warm": (table.rows, None),
-      "int8 mapped, warm": (int8.rows, None),
-      "float32 mapped, cold": (table.rows, lambda: forget(table, files)),
-      "float32 mapped, cold, prefetched": (table.rows, lambda: forget(table, files)),
-      "int8 mapped, cold": (int8.rows, int8.forget),
+
+    def prefetched(ids):
+      forget(table, files)
+      table.prefetch(ids)
+      time.sleep(0.01 if is_quick else 0.5)  # as the step of a model
+
+    cold = {
+      "float32 mapped, cold": Reader(table.rows, lambda ids: forget(table, files)),
+      "float32 mapped, cold, prefetched for 0.5 s": Reader(table.rows, prefetched),
+      "int8 mapped, cold": Reader(int8.rows, lambda ids: int8.forget()),
     }
-    for case, (read, cold) in cases.items():
-      if not cold:
-        warm = int8.levels if case.startswith("int8") else table.weight
-        for first in range(0, rows, 2**20):
-          warm[first : first + 2**20].sum()
-      own = {}
-      for batch, calls in ((1, 100), (4096, 5)):
-        calls = calls if rows > 10**6 else 3
-        times = []
-        for _ in range(calls):
-          ids = draw.integers(0, rows, (batch, heads))
-          if cold and (batch > 1 or not times):
-            cold()
-          if case.endswith("prefetched"):
-            # For about as long as the step of a model takes.
-            table.prefetch(ids)
-            time.sleep(0.5 if calls == 5 else 0.02)
-          start = time.perf_counter()
-          read(ids)
-          times.append(time.perf_counter() - start)
-        seconds = statistics.median(times)
-        own[batch] = {"seconds": seconds, "lookups_per_s": batch * heads / seconds}
-      found[case] = own
+    found = read_in_turn(cold, size, 3 if is_quick else 20)
+    for part in (table.weight, int8.levels):
+      for first in range(0, rows, 2**20):
+        part[first : first + 2**20].sum()
+    warm = {
+      "float32 in memory": Reader(in_memory.rows),
+      "float32 mapped, warm": Reader(table.rows),
+      "int8 mapped, warm": Reader(int8.rows),
+    }
+    found = read_in_turn(warm, size, 3 if is_quick else 200) | found
     table.close()
   columns = [f"{what}, batch {batch}" for batch in (1, 4096) for what in ("ms", "lookups/s")]
   cell = lambda row: (f"{1e3 * row['seconds']:.3f}", f"{row['lookups_per_s']:,.0f}")
   measure.show_rows(
-    f"rows of {rows:,} x {WIDTH}, {heads} a token, one thread",
+    f"rows of {rows:,} x {WIDTH}, {size.ngrams.heads} a token, one thread",
     ("", *columns),
     [[case, *(x for b in (1, 4096) for x in cell(own[b]))] for case, own in found.items()],
   )
+  return found
+
+
+def read_in_turn(readers: dict[str, Reader], size: Sizes, calls: int) -> dict[str, Any]:
+  """Median seconds and lookups a second of random rows, for a batch of 1 and of 4,096 tokens."""
+  draw, heads = np.random.default_rng(1), size.ngrams.heads
+  found: dict[str, Any] = {name: {} for name in readers}
+  for batch, times in ((1, calls), (4096, max(3, calls // 10))):
+    seconds = {name: [] for name in readers}
+    for _ in range(times):
+      for name, reader in readers.items():
+        ids = draw.integers(0, size.lookup_rows, (batch, heads))
+        reader.before(ids)
+        start = time.perf_counter()
+        reader.rows(ids)
+        seconds[name].append(time.perf_counter() - start)
+    for name, own in seconds.items():
+      median = statistics.median(own)
+      found[name][batch] = {"seconds": median, "lookups_per_s": batch * heads / median}
   return found
