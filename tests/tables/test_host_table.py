@@ -1,5 +1,7 @@
 """Tables on the host: rows, steps, and files that go on where they were flushed."""
 
+import errno
+import io
 import os
 import shutil
 import signal
@@ -95,6 +97,30 @@ def test_a_table_goes_on_at_either_of_the_last_two_flushes(tmp_path):
     HostTable.open(tmp_path / "table", 1)
 
 
+def test_a_full_disk_leaves_the_rows_and_the_records_before_it(tmp_path):
+  class Full(io.FileIO):
+    left = 300
+
+    def write(self, data):
+      if not self.left:
+        raise OSError(errno.ENOSPC, "No space left on device")
+      count, self.left = min(self.left, len(data)), max(0, self.left - len(data))
+      return super().write(data[:count])
+
+  with stepped(created(tmp_path / "table"), 0, 1) as table:
+    before = state(table)
+    whole, table._undo = table._undo, Full(table._undo.name, "r+")
+    table._undo.seek(0, os.SEEK_END)
+    with pytest.raises(OSError, match="No space left"):
+      stepped(table, 1, 2)
+    check_equal(state(table), before)
+    table._undo.left = 2**20
+    check_equal(state(stepped(table, 1, 2)), in_memory(2))
+    whole.close()
+  with HostTable.open(tmp_path / "table") as table:
+    check_equal(state(table), in_memory(0))
+
+
 def test_a_record_that_was_not_written_to_its_end_is_of_rows_that_did_not_change(tmp_path):
   with stepped(created(tmp_path / "table"), 0, 2) as table:
     table.flush(2)
@@ -143,6 +169,7 @@ def test_a_table_in_a_file_of_others_is_read_and_not_trained(tmp_path):
   tensor_files.save_file({"memory": TABLE}, tmp_path / "model.safetensors")
   tensors, _ = tensor_files.open_file(tmp_path / "model.safetensors")
   table = HostTable(tensors["memory"].array)
+  table.prefetch(IDS.astype(np.uint64))
   np.testing.assert_array_equal(table.rows(IDS), TABLE[IDS])
   assert table.rows(np.zeros((3, 0), int)).shape == (3, 0, D)
   with pytest.raises(ValueError, match="must only be read"):

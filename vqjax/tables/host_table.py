@@ -17,19 +17,20 @@
 from __future__ import annotations
 
 import concurrent.futures
+import io
 import mmap
 import os
 import pathlib
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Integer
 
 from vqjax import outputs
-from vqjax.ops.vocabulary import host_array
+from vqjax.ops.vocabulary import host_array, is_count
 from vqjax.row_updates import check_decay, check_step, step_of
 from vqjax.tables import tensor_files
 
@@ -87,11 +88,13 @@ class HostTable:
       )
     self.weight, self.moment, self.resident = weight, moment, resident
     self._parts = [x for x in (weight, moment) if isinstance(x, np.memmap)]
+    if hasattr(mmap, "MADV_RANDOM"):
+      for part in self._parts:
+        tensor_files.map_of(part).madvise(mmap.MADV_RANDOM)
     self._mapped = 0
     self._threads = concurrent.futures.ThreadPoolExecutor(1)
     self._folder: pathlib.Path | None = None
-    self._undo: BinaryIO | None = None
-    self._files: list[BinaryIO] = []
+    self._undo: io.FileIO | None = None
 
   @classmethod
   def create(
@@ -179,10 +182,6 @@ class HostTable:
         f" {' or '.join(map(str, kept[-2:]))}; got {step}. Load the checkpoint of such a step."
       )
     step = kept[-1] if step is None else step
-    for part in table._parts:
-      if hasattr(mmap, "MADV_RANDOM"):
-        tensor_files.map_of(part).madvise(mmap.MADV_RANDOM)
-    table._files = [(folder / f"{name}.safetensors").open("rb") for name in arrays]
     for later in reversed(kept[kept.index(step) :]):
       for index, moments, old in _records(_undo_file(folder, later), table.weight):
         table._put(index, old, moments)
@@ -202,9 +201,8 @@ class HostTable:
   def close(self) -> None:
     """End the thread and close the files; what was done after the last `flush` will be lost."""
     self._threads.shutdown()
-    for file in (self._undo, *self._files):
-      if file is not None:
-        file.close()
+    if self._undo is not None:
+      self._undo.close()
 
   def rows(self, ids: Integer[Any, "*B"]) -> Float[np.ndarray, "*B D"]:
     """The rows of ids, in the dtype of the table.
@@ -224,7 +222,7 @@ class HostTable:
       IndexError: an id is outside [0, V).
     """
     ids = self._checked(ids)
-    if self._files and hasattr(os, "posix_fadvise"):
+    if self._parts and hasattr(os, "posix_fadvise"):
       self._threads.submit(self._read_ahead, ids)
 
   def update(
@@ -279,8 +277,10 @@ class HostTable:
     if self._folder is None:
       raise ValueError("a table in memory must be kept by its owner; got no folder. Use create.")
     kept = _steps(self._folder)
-    if step <= kept[-1]:
-      raise ValueError(f"`step` must be above the last one, {kept[-1]}; got {step}. Count steps.")
+    if not is_count(step) or step <= kept[-1]:
+      raise ValueError(
+        f"`step` must be an integer above the last one, {kept[-1]}; got {step}. Count the steps."
+      )
     self._written()
     self._begin(step)
     for old in kept[:-1]:
@@ -299,7 +299,16 @@ class HostTable:
     new = ~self._remembered[index]
     index = index[new].astype(np.int64)
     body = b"".join(x.tobytes() for x in (index, moments[new], rows[new]))
-    self._undo.write(np.array([len(index), zlib.crc32(body)], np.uint64).tobytes() + body)
+    rest = memoryview(np.array([len(index), zlib.crc32(body)], np.uint64).tobytes() + body)
+    size = self._undo.tell()
+    try:
+      while rest:  # the system may write less than it is given
+        rest = rest[self._undo.write(rest) :]
+    except BaseException:
+      # What comes after a record without its end would not be read.
+      self._undo.seek(size)
+      self._undo.truncate()
+      raise
     self._remembered[index] = True
 
   def _written(self):
@@ -315,7 +324,7 @@ class HostTable:
         f"`ids` must be in [0, {count}), the rows of the table; got {ids.min()} to {ids.max()}. Use"
         " the hash that the table was made for."
       )
-    return ids
+    return ids.astype(np.int64, copy=False)
 
   def _taken(self, array, ids) -> np.ndarray:
     """`array[ids]`, by so many at once that their pages do not exceed `resident`."""
@@ -342,12 +351,13 @@ class HostTable:
       self._mapped = 0
 
   def _read_ahead(self, ids):
-    for file, part in zip(self._files, self._parts):
+    for part in self._parts:
       width, start = part.nbytes // len(part), tensor_files.offset_of(part)
-      first = start + np.unique(ids).astype(np.int64) * width
+      first = start + np.unique(ids) * width
       pages = np.unique(np.concatenate([first, first + width - 1]) // mmap.PAGESIZE)
-      for page in pages.tolist():
-        os.posix_fadvise(file.fileno(), page * mmap.PAGESIZE, mmap.PAGESIZE, os.POSIX_FADV_WILLNEED)
+      with open(part.filename, "rb") as file:
+        for page in (pages * mmap.PAGESIZE).tolist():
+          os.posix_fadvise(file.fileno(), page, mmap.PAGESIZE, os.POSIX_FADV_WILLNEED)
 
 
 def _bits(weight: np.ndarray) -> np.ndarray:
