@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from tests import tiny
 from tests.lab.training.test_step import counting_model
-from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead, optimizer_labels
+from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead
 from vqjax.lab.config import Experiment, Train
 from vqjax.lab.data import Windows
 from vqjax.lab.training import fit
@@ -19,7 +20,6 @@ from vqjax.lab.training.checkpoint import Checkpoints
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.step import _leaf_checksum
 from vqjax.lm.models import Transformer
-from vqjax.row_updates import rowwise
 from vqjax.sharding import MeshShape, make_mesh
 
 PRIME = 53
@@ -130,18 +130,6 @@ def test_the_devices_share_the_arithmetic():
   assert flops[shape] < flops[ONE] / 8 * 1.3
 
 
-@dataclasses.dataclass(frozen=True)
-class ByRows:
-  """Row-wise Adagrad of tables, and Adam of all else."""
-
-  def learning_rate(self, train):
-    return lambda step: 0.01
-
-  def rule(self, train):
-    rules = dict.fromkeys(("matrix", "vector"), optax.adam(0.01)) | {"table": rowwise(0.01)}
-    return optax.multi_transform(rules, optimizer_labels)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "made",
@@ -149,9 +137,8 @@ class ByRows:
     lambda: small("codebook"),
     lambda: small("codebook", trainable=("head.codebook", "embedding")),
     lambda: dataclasses.replace(small(), model=counting_model()),
-    lambda: small("codebook", optimizer=ByRows()),
   ],
-  ids=["whole", "partly trained", "counts", "moments of rows"],
+  ids=["whole", "partly trained", "counts"],
 )
 def test_a_checkpoint_of_eight_devices_is_restored_on_one_and_back(made, tmp_path):
   eight, one = (program(made(), shape) for shape in (ALL_AXES, ONE))
@@ -189,6 +176,32 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_with_the_numbers(trai
   micro = train["batch"] // train.get("accumulate", 1)
   with pytest.raises(ValueError, match=rf"train.batch.*data=2 x fsdp=2.*{micro} rows"):
     program(small(**train), (2, 2, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """An optimiser with a number of state for each row of a matrix."""
+
+  learning_rate = staticmethod(lambda train: lambda step: train.learning_rate)
+
+  def rule(self, train):
+    """Adafactor's, without a state of columns."""
+    init = lambda params: Row(jax.tree.map(lambda x: x[..., 0] if x.ndim > 1 else x, params))
+    return optax.GradientTransformation(init, lambda updates, state, params: (updates, state))
+
+
+class Row(NamedTuple):
+  """State of a rule."""
+
+  of: Any
+
+
+def test_a_number_for_each_row_lies_with_its_row():
+  on = program(small(optimizer=Rows()), (1, 8, 1))
+  kernel = lambda tree: tree["blocks"]["mlp_in"]["kernel"].sharding.spec
+  assert "fsdp" in kernel(on.abstract_state.params)
+  (state,) = jax.tree.leaves(on.abstract_state.opt_state, is_leaf=lambda x: isinstance(x, Row))
+  assert tuple(kernel(state.of)) == kernel(on.abstract_state.params)[:-1]
 
 
 def test_a_model_without_logical_axes_is_replicated():

@@ -131,15 +131,21 @@ class Program:
       shardings = sharding.shardings(logical_axes(), state.variables, self.mesh)
 
     # An optimiser may have no moment of a parameter (MaskedNode), or moments of its rows and
-    # columns (a list, SM3): these are replicated. One number a row lies with its row.
-    with_rows = lambda x, where: NamedSharding(self.mesh, PartitionSpec(*where.spec[: x.ndim]))
+    # columns (a list, SM3): these are replicated.
     is_moment = lambda node: not isinstance(node, (optax.MaskedNode, list))
-    replicate = lambda node: jax.tree.map(lambda _: everywhere, node)
+
+    def of_moment(node, where, param):
+      if not is_moment(node) or node.shape != param.shape[: len(node.shape)]:
+        return jax.tree.map(lambda _: everywhere, node)
+      # One number a row lies with its row.
+      return NamedSharding(self.mesh, PartitionSpec(*where.spec[: len(node.shape)]))
+
     opt_state = optax.tree_utils.tree_map_params(
       self._optimizer,
-      lambda node, where: with_rows(node, where) if is_moment(node) else replicate(node),
+      of_moment,
       state.opt_state,
       shardings["params"],
+      state.params,
       transform_non_params=lambda _: everywhere,
       is_leaf=lambda node: not is_moment(node),
     )

@@ -242,7 +242,13 @@ def _with_best_tree(
   likeliest tokens alone and of the tree; "size", the draft tokens of the tree; and "positions".
   """
   half = lambda first: _States(held_out.tokens[first::2], held_out.hidden[first::2])
-  tree = DraftTree.best(_ranks(drafter, model, variables, half(0)), size)
+  known_NK = _ranks(drafter, model, variables, half(0))
+  if not (known_NK[:, 0] >= 0).any():
+    raise ValueError(
+      f"the first block must have some of {len(known_NK)} held-out tokens among its {CANDIDATES}"
+      " best; got none. Train for more steps, on a longer text."
+    )
+  tree = DraftTree.best(known_NK, size)
   rank_NK = _ranks(drafter, model, variables, half(1))
   figures = {
     "accuracy": (rank_NK == 0).mean(axis=0).tolist(),
