@@ -72,7 +72,7 @@ class Model(nn.Module):
     size, axis = self.sizes, self.vocab_axis
     table = DenseEmbedding(of_devices(size.ngrams.rows), WIDTH)
     self.embedding = DenseEmbedding(size.vocab, size.dim)
-    self.memory = NGramMemory(NGramEmbedding(size.ngrams, table), size.dim)
+    self.memory = NGramMemory(NGramEmbedding(size.ngrams, table), size.dim, has_table=False)
     self.head = DenseHead(size.vocab, size.dim, vocab_axis=axis)
 
   def __call__(self, tokens, vectors):

@@ -97,6 +97,22 @@ def test_a_table_goes_on_at_either_of_the_last_two_flushes(tmp_path):
     HostTable.open(tmp_path / "table", 1)
 
 
+def test_the_pages_of_rows_are_read_ahead(tmp_path, monkeypatch):
+  asked = []
+  note = lambda file, first, size, advice: asked.append((os.fstat(file).st_ino, first, size))
+  monkeypatch.setattr(os, "posix_fadvise", note, raising=False)
+  ids = np.array([[3, V - 1], [3, 700]])
+  with created(tmp_path / "table") as table:
+    table.prefetch(ids)
+  for name, width in (("weight", 4 * D), ("moment", 4)):
+    path = tmp_path / "table" / f"{name}.safetensors"
+    begin = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    own = [(first, size) for node, first, size in asked if node == path.stat().st_ino]
+    bytes_of = {byte for first, size in own for byte in range(first, first + size)}
+    assert bytes_of >= {begin + width * row + i for row in ids.flat for i in range(width)}
+    assert len(own) <= 6
+
+
 def test_a_full_disk_leaves_the_rows_and_the_records_before_it(tmp_path):
   class Full(io.FileIO):
     left = 300
