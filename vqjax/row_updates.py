@@ -11,8 +11,7 @@ reads cost. `rowwise` takes gradients of the whole table, as any rule of Optax. 
 the gradients of the rows that were read: no array of the table's size is made. Both, and
 `vqjax.tables.HostTable` on the host, compute the same numbers.
 
-Source: Mudigere et al., Software-hardware co-design for fast and scalable training of deep learning
-recommendation models, 2022 (arXiv 2104.05158), Section 4.1.4.
+Source: Lerer et al., PyTorch-BigGraph, 2019 (arXiv 1903.12287), whose Adagrad has a sum a row.
 """
 
 from __future__ import annotations
