@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import io
+import math
 import mmap
 import os
 import pathlib
@@ -66,7 +67,8 @@ class HostTable:
   Attributes:
     weight: [V, D], float32 or bfloat16.
     moment: [V] float32, the state of a row-wise optimiser; None: the table is only read.
-    resident: bytes of the mapped files that may count as memory of the process, about.
+    resident: bytes of mapped files that may count as memory of the process, about. A table that
+      fits is read as fast as one in memory; otherwise reading a row costs some microseconds more.
   """
 
   def __init__(
@@ -343,9 +345,13 @@ class HostTable:
     self._maps(2 * len(index) * mmap.PAGESIZE)
 
   def _maps(self, count: int) -> None:
-    """Give the mapped pages back where `count` bytes more may make them too many."""
+    """Give the mapped pages back if they are too many after at most `count` bytes more."""
     self._mapped += count
-    if self._parts and self._mapped > self.resident:
+    if not self._parts or self._mapped <= self.resident:
+      return
+    # The count is a bound that pages which were mapped before also raise.
+    self._mapped = min(self._mapped, _mapped_bytes())
+    if self._mapped > self.resident:
       for part in self._parts:
         tensor_files.release(part)
       self._mapped = 0
@@ -358,6 +364,12 @@ class HostTable:
       with open(part.filename, "rb") as file:
         for page in (pages * mmap.PAGESIZE).tolist():
           os.posix_fadvise(file.fileno(), page, mmap.PAGESIZE, os.POSIX_FADV_WILLNEED)
+
+
+def _mapped_bytes() -> float:
+  """Memory of this process that shows files, on Linux; infinite on other systems."""
+  statm = pathlib.Path("/proc/self/statm")
+  return int(statm.read_text().split()[2]) * mmap.PAGESIZE if statm.exists() else math.inf
 
 
 def _bits(weight: np.ndarray) -> np.ndarray:
