@@ -79,6 +79,16 @@ def test_a_winner_at_the_edge_of_its_grid_is_named(fitted):
   assert "`dense` chose train.learning_rate = 0.002, the largest value tried" in page()
 
 
+def test_an_edited_study_trains_what_has_changed(fitted):
+  assert main(["study.py", "--only", "dense,codebook"]) == 0
+  fitted.runs.clear()
+  file = pathlib.Path("study.py")
+  file.write_text(file.read_text().replace("base.model.dim, 8)", "base.model.dim, 4)"))
+  assert main(["study.py", "--only", "dense,codebook"]) == 0
+  assert {name for name, *_ in fitted.runs} == {"codebook"}
+  assert lines()["codebook"]["seeds"] == "3"
+
+
 def test_a_compressed_row_follows_its_source_and_is_not_tuned(fitted, monkeypatch):
   file = pathlib.Path("study.py")
   text = file.read_text().replace("import Row,", "import Compressed, Row,")
@@ -93,8 +103,8 @@ def test_a_compressed_row_follows_its_source_and_is_not_tuned(fitted, monkeypatc
 
   monkeypatch.setattr(work, "measure_compressed", measure)
   assert main(["study.py", "--only", "small"]) == 0
-  folders = ("dense", "dense-s1", "dense-s2")
-  assert sources == [(folder, 2e-3, "dense") for folder in folders]
+  assert [source[1:] for source in sources] == [(2e-3, "dense")] * 3
+  assert sources[2][0].startswith("dense-s2-")
   assert (lines()["small"]["layer_bytes_with_inputs"], lines()["small"]["verdict"]) == (
     "7",
     "equal",
@@ -203,8 +213,8 @@ def test_a_study_that_is_killed_in_each_phase_ends_with_the_same_results(tmp_pat
     lambda: (killed / "results.jsonl").exists(),
     lambda: [*killed.glob("tuning/dense/*/result.json")],
     lambda: len([*killed.glob("tuning/dense/*/result.json")]) > 3,
-    lambda: [*killed.glob("runs/dense/checkpoints/*")],
-    lambda: (killed / "runs/codebook/result.json").exists(),
+    lambda: [*killed.glob("runs/dense-*/checkpoints/*")],
+    lambda: [*killed.glob("runs/codebook-*/result.json")],
   )
   for is_reached in phases:
     process = start("killed")

@@ -80,7 +80,7 @@ class Work:
         self._name(name, seed),
         f"seed {seed}",
         experiment,
-        self._folder(name, seed),
+        self._folder(name, seed, experiment),
         lambda experiment, folder: {"code": code_of(self.file)},
         source={
           "study": str(self.file.resolve()),
@@ -103,7 +103,7 @@ class Work:
       check_same(source.make(), self.results.read().get(source.name))
       experiment = self.study.experiment(row.of, seed, self.scale)
       experiment = with_fields(experiment, self._chosen(row.of))
-      measured = measure_compressed(experiment, self._folder(row.of, seed), row)
+      measured = measure_compressed(experiment, self._folder(row.of, seed, experiment), row)
       return {**measured, "code": code_of(self.file)}
 
     label = f"seed {seed} of {row.of}, compressed"
@@ -112,8 +112,10 @@ class Work:
   def _name(self, name: str, seed: int) -> str:
     return f"{name}/run" + (f"-s{seed}" if seed else "")
 
-  def _folder(self, name: str, seed: int) -> pathlib.Path:
-    return self.folder / "runs" / (name + (f"-s{seed}" if seed else ""))
+  def _folder(self, name: str, seed: int, experiment: Experiment) -> pathlib.Path:
+    # By its identity too: a study that is edited goes on in new folders.
+    suffix = f"-s{seed}" if seed else ""
+    return self.folder / "runs" / f"{name}{suffix}-{config_hash(experiment)}"
 
   def _chosen(self, name: str) -> Mapping[str, Any] | None:
     """What the tuning of a row chose; None before it has a result."""
