@@ -24,12 +24,11 @@ import optax
 import pandas as pd
 
 from experiments.studies import study_page
-from experiments.studies.held_out import held_out_scores
 from vqjax import DenseEmbedding, DenseHead
 from vqjax.lab import exits
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import BPETokenizer, WikiText, Windows
-from vqjax.lab.training import fit, read_run_variables
+from vqjax.lab.training import evaluate, fit, make_scorer, read_run_variables
 from vqjax.lab.training.optimizer import decayed, learning_rate
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run_folder import EncodedText, load_text
@@ -204,11 +203,13 @@ def measured_row(size: int, seed: int, work: pathlib.Path, steps: int) -> dict[s
   table = np.asarray(variables["params"]["memory"]["lookup"]["table"]["weight"])
   counts = read_counts(model.memory.lookup.ngrams, text)
   found["read"] = float((counts > 0).mean())
+  scorer, split = make_scorer(model), text.splits["test"]
   for form in forms(table, counts):
     own = with_table(variables, form.table)
-    scores = held_out_scores(model, own, text)
-    found.setdefault("forms", {})[form.name] = {"bits": form.bits, **scores}
-    more = scores["test"]["nats_per_token"] / kept["test"]["nats_per_token"] - 1
+    batches = run.loader.whole(split, batch=64, context=model.context)
+    score = evaluate(scorer, own, batches, run.loader.text_bytes(split)).numbers()
+    found.setdefault("forms", {})[form.name] = {"bits": form.bits, **score}
+    more = score["nats_per_token"] / kept["test"]["nats_per_token"] - 1
     say(f"{name}, {form.name}: {form.bits:.3f} bits, {100 * more:+.3f} %")
   return found
 
