@@ -6,13 +6,12 @@ A row w whose gradient in a step is g, the sum over all that read it, has a seco
   v = decay v + (1 - decay) mean(g²)           RMSProp by rows; the first gradient sets v
   w -= rate g / (√v + epsilon)
 
-Rows whose gradient is zero keep w and v bit for bit, so that what a step costs follows from the
-rows that it reads. `rowwise` takes gradients of the whole table, as any rule of Optax. `update_rows`
-takes the gradients of the rows that were read: no array of the table's size is made. Both, and
+Rows whose gradient is zero keep w and v bit for bit, so that a step costs what the rows that it
+reads cost. `rowwise` takes gradients of the whole table, as any rule of Optax. `update_rows` takes
+the gradients of the rows that were read: no array of the table's size is made. Both, and
 `vqjax.tables.HostTable` on the host, compute the same numbers.
 
-Source: Mudigere et al., Software-hardware co-design for fast and scalable training of deep learning
-recommendation models, 2022 (arXiv 2104.05158), Section 4.1.4.
+Source: Lerer et al., PyTorch-BigGraph, 2019 (arXiv 1903.12287), whose Adagrad has a sum a row.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
-from jax.experimental.compute_on import compute_on
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, ArrayLike, Float, Integer
 
 from vqjax.ops import vocab_parallel
+from vqjax.ops.host_memory import read_rows, write_rows
 from vqjax.ops.vocabulary import check_arrays, values_of
 
 __all__ = ["RowMoments", "rowwise", "update_rows"]
@@ -69,8 +67,8 @@ def rowwise(
   def begin(table):
     if jnp.ndim(table) < 2:
       raise ValueError(
-        f"rowwise must be given tables [V, D]; got {jnp.shape(table)}. Give vectors to another rule:"
-        " optax.multi_transform(rules, vqjax.optimizer_labels)."
+        f"rowwise must be given tables [V, D]; got {jnp.shape(table)}. Give vectors to another"
+        " rule: optax.multi_transform(rules, vqjax.optimizer_labels)."
       )
     # Not zeros of a shape, which would lie on one device.
     return jnp.zeros_like(table[..., 0], dtype=vocab_parallel.summed_dtype(table.dtype))
@@ -163,18 +161,19 @@ def _updated(table, moment, ids, gradients, rate, *, decay, epsilon, axis):
   """The rows of this device, after a step."""
   rows = table.shape[0]
   local = ids.reshape(-1) - vocab_parallel.first_row(axis, rows)
-  # The index behind the last row stands for rows of other devices: what is written there is dropped.
+  # The index behind the last row is for rows of other devices: what is written there is dropped.
   index = jnp.where((local >= 0) & (local < rows), local, rows)
   order = jnp.argsort(index)
-  index, wide = index[order], gradients.reshape(len(index), -1)[order].astype(moment.dtype)
+  flat = gradients.reshape(len(index), *table.shape[1:])
+  index, wide = index[order], flat[order].astype(moment.dtype)
   # Position of each row among the different ones, and the rows at these positions.
   position = jnp.cumsum(jnp.diff(index, prepend=index[:1]) != 0)
   summed = jax.ops.segment_sum(wide, position, len(index), indices_are_sorted=True)
   index = jnp.full_like(index, rows).at[position].set(index)
-  step, moments = step_of(summed, _read(moment, index), decay, epsilon, jnp)
+  step, moments = step_of(summed, read_rows(moment, index), decay, epsilon, jnp)
   # In the order of Optax, so that numbers are the same.
-  moved = _read(table, index).astype(moment.dtype) + step * -jnp.asarray(rate, moment.dtype)
-  return _write(table, index, moved), _write(moment, index, moments)
+  moved = read_rows(table, index).astype(moment.dtype) + step * -jnp.asarray(rate, moment.dtype)
+  return write_rows(table, index, moved), write_rows(moment, index, moments)
 
 
 def step_of(gradient, moment, decay, epsilon, xp):
@@ -203,42 +202,3 @@ def check_step(shape: tuple[int, ...], ids: Any, gradients: Any) -> None:
       f"`ids` must be integers [*B] and `gradients` [*B, {', '.join(map(str, shape[1:]))}]; got"
       f" {ids.dtype} {ids.shape} and {gradients.shape}. Give the gradient of `table[ids]`."
     )
-
-
-# Rows are read and written where the table lies. Rows of 16-bit floats are moved as integers: XLA
-# for CPUs otherwise converts the whole table to float32 and back.
-
-
-def _read(table: Array, index: Array) -> Array:
-  as_bits = _bits(table)
-  if not is_on_host(table):
-    found = as_bits.at[index].get(mode="clip")
-  else:
-    index = jax.device_put(jnp.minimum(index, table.shape[0] - 1), jax.memory.Space.Host)
-    with compute_on("device_host"):
-      found = as_bits.at[index].get(mode="promise_in_bounds")
-    found = jax.device_put(found, jax.memory.Space.Device)
-  return found if found.dtype == table.dtype else lax.bitcast_convert_type(found, table.dtype)
-
-
-def _write(table: Array, index: Array, rows: Array) -> Array:
-  rows = _bits(rows.astype(table.dtype))
-  put = lambda to, index, rows: to.at[index].set(rows, mode="drop", indices_are_sorted=True)
-  as_bits = _bits(table)
-  if not is_on_host(table):
-    found = put(as_bits, index, rows)
-  else:
-    index, rows = jax.device_put((index, rows), jax.memory.Space.Host)
-    with compute_on("device_host"):
-      found = put(as_bits, index, rows)
-  return found if found.dtype == table.dtype else lax.bitcast_convert_type(found, table.dtype)
-
-
-def _bits(x: Array) -> Array:
-  is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
-  return lax.bitcast_convert_type(x, jnp.uint16) if is_narrow else x
-
-
-def is_on_host(array: Array) -> bool:
-  """Whether an array of JAX lies in the host's memory, of a machine with an accelerator or not."""
-  return getattr(jax.typeof(array), "memory_space", None) == jax.memory.Space.Host
