@@ -19,7 +19,6 @@ from vqjax import DenseHead, Int8Embedding, PackedEmbedding
 from vqjax.commands import compress, export, inspect, score, trim
 from vqjax.lm import checkpoints, jobs, records, tokenizers
 from vqjax.lm.checkpoints import RUNTIMES
-from vqjax.lm.checkpoints.runtime import StoredEmbedding
 from vqjax.lm.compression import decoder_tables, folders, judging
 from vqjax.lm.compression.calibration import zipf_counts
 from vqjax.lm.generation import EarlyExit, Sampling, generate
@@ -27,6 +26,7 @@ from vqjax.lm.sources import readers
 from vqjax.lm.texts import TextWindows, encode_text
 from vqjax.sharding import MeshShape, make_mesh
 from vqjax.tables import Moments, coded_table, container, search
+from vqjax.tables.stored import StoredEmbedding
 
 pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 

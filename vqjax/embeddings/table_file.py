@@ -112,6 +112,8 @@ def open_tensors(path, verify=True):
 
 
 def _verify(path, meta):
+  if meta.get("pages") == "true":
+    return  # they have checksums of their own, which are compared when they are read
   if meta.get("checksum") != table_checksum(path):
     raise ValueError(
       f"{path} is damaged: it does not have the checksum that it was saved with. Copy it again, or"
