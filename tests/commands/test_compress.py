@@ -586,6 +586,37 @@ def test_one_table_is_compressed_as_the_function_does(options, tmp_path, capsys)
     np.testing.assert_array_equal(found.table(), expected)
 
 
+def test_one_table_is_streamed_by_the_counts_of_its_rows(tmp_path, capsys):
+  from safetensors.numpy import save_file
+
+  rng = np.random.default_rng(0)
+  table = rng.normal(size=(3001, 8)).astype(np.float32)
+  np.save(tmp_path / "counts.npy", rng.integers(0, 9, 3001))
+  (tmp_path / "model").mkdir()
+  shards = {f"n.shard_{i}.weight": x for i, x in enumerate(np.split(table, [7, 2000, 2001]))}
+  save_file(shards, tmp_path / "model" / "a.safetensors")
+  save_file({"n.weight": table}, tmp_path / "model.safetensors")
+  given = "--pages", "--counts", str(tmp_path / "counts.npy"), "--drop", "--block", "16"
+  found = []
+  for number, name in enumerate(("model:n", "model.safetensors:n.weight")):
+    out = tmp_path / f"{number}.small"
+    size = ("--bits", "2") if number else ("--bytes", "1/16")
+    assert compress.main([f"{tmp_path}/{name}", *size, "--out", str(out), *given]) == 0
+    assert "are the mean row" in capsys.readouterr().out
+    found.append(out.read_bytes())
+    assert len(found[-1]) < 3001 * 8 // 4 + 5000
+  assert found[0] == found[1]
+  wrong = f"{tmp_path}/model:n", "--bits", "40", "--out", str(tmp_path / "o"), *given[:3]
+  assert "must be in (0, 32]" in refused(capsys, compress.main(list(wrong)))
+  (tmp_path / "model" / "a.safetensors").unlink()
+  save_file({"n.shard_1.weight": table}, tmp_path / "model" / "a.safetensors")
+  wrong = f"{tmp_path}/model:n", "--bits", "2", "--out", str(tmp_path / "o"), *given[:3]
+  assert "without shard 0" in refused(capsys, compress.main(list(wrong)))
+  for options in (["--drop"], ["--pages"], ["--pages", "--counts", "zipf", "--hidden", "h.npy"]):
+    with pytest.raises(SystemExit):
+      compress.main([f"{tmp_path}/model:n", "--bits", "2", "--out", "o", *options])
+
+
 def test_a_wrong_table_is_refused(folder, tmp_path, capsys):
   out = str(tmp_path / "out")
   near = f"{folder}/model.safetensors:model.embed.weight"

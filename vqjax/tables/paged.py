@@ -301,8 +301,10 @@ def _sampled(table, groups, rng):
     own = np.flatnonzero(rng.random(len(owner)) < keep[owner])
     found.append((first + own, owner[own], groups.counts(first + own) > 0))
   ids, owner, is_read = map(np.concatenate, zip(*found))
-  rows = np.concatenate([np.asarray(table[i : i + 1], np.float32) for i in ids.tolist()])
-  release(table[:])
+  rows = np.empty((len(ids), table.shape[1]), np.float32)
+  for place, i in enumerate(ids.tolist()):
+    rows[place] = (part := table[i : i + 1])[0]
+    release(part)
   _check_finite(rows, ids)
   number = np.bincount(owner, minlength=len(groups.rows))
   weight = groups.rows / np.maximum(number, 1)
