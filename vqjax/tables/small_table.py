@@ -201,6 +201,9 @@ def _vectors(compact, ids):
   return compact(ids).astype(jnp.float32)
 
 
+_unpacked = jax.jit(bit_packing.bit_unpacked_rows, static_argnums=(2, 3))
+
+
 class _Codes:
   """What a small table does with codes of vectors."""
 
@@ -229,9 +232,7 @@ class _Codes:
     embedding = ProductEmbedding(
       *small.shape, form.codes, form.subspaces, shared, form.additive, **fields
     )
-    codes = bit_packing.bit_unpacked_rows(
-      jnp.asarray(form.data), jnp.arange(form.vocab), form.subspaces, form.bits
-    )
+    codes = _unpacked(form.data, np.arange(form.vocab), form.subspaces, form.bits)
     codes = codes.astype(embedding.declare()["codes"].dtype)
     return embedding, {"params": params, "codes": {"codes": codes}}
 
