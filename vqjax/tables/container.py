@@ -393,16 +393,17 @@ class CompressedTable:
     """Rows `first` to `last` of the table, float32."""
     return self._composed(*self._range(first, last))
 
-  def blocks_of_rows(self, blocks: np.ndarray, compiled: bool = True) -> np.ndarray:
-    """The rows of the given blocks of R rows, float32 [N, R, D].
-
-    What is behind the last row of the table is not a row. Inside of a callback of a JAX program the
-    decoder must not be a compiled one, whose devices the program may hold.
-    """
-    return self._composed(*self._levels_of(blocks, compiled))
-
   def __getitem__(self, ids: np.ndarray) -> np.ndarray:
+    """The rows of tokens [*B], float32 [*B, D]; see `take`."""
+    return self.take(ids)
+
+  def take(self, ids: np.ndarray, compiled: bool = True) -> np.ndarray:
     """The rows of tokens [*B], float32 [*B, D]; no block is decoded but theirs.
+
+    Args:
+      ids: the tokens.
+      compiled: whether the decoder may be a compiled one. Inside of a callback of a JAX program it
+        must not, since the program may hold its devices.
 
     Raises:
       IndexError: a token is outside [0, V).
@@ -420,7 +421,7 @@ class CompressedTable:
     # Some blocks at a time: all of a large table would be a copy of it.
     at_once = max(32, 2**22 // (self.restart * columns))
     for first in range(0, len(blocks), at_once):
-      levels, row_group = self._levels_of(blocks[first : first + at_once])
+      levels, row_group = self._levels_of(blocks[first : first + at_once], compiled)
       own = (where >= first) & (where < first + at_once)
       place = where[own] - first, flat[own] % self.restart
       found[own] = self._composed(levels[place], row_group[place])

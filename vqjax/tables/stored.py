@@ -60,33 +60,46 @@ class StoredEmbedding(Embedding):
 
 
 class KeptRows:
-  """Rows of an entropy-coded table, and the blocks of them that were decoded last."""
+  """Rows of an entropy-coded table, of which those that were used last are kept decoded.
+
+  Blocks of a table of tokens are kept whole, because neighbours are about as frequent. Rows of one
+  in pages are kept alone: a hash has chosen their neighbours.
+  """
 
   def __init__(self, table: container.CompressedTable):
-    self._table = table
-    self._most = max(1, KEPT // (4 * table.restart * table.shape[1]))
-    self._blocks: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+    self._table, self._unit = table, 1 if table.is_paged else table.restart
+    most = max(1, KEPT // (4 * self._unit * table.shape[1]))
+    most = min(most, -(-table.shape[0] // self._unit))
+    self._rows = np.empty((most, self._unit, table.shape[1]), np.float32)
+    self._place: collections.OrderedDict[int, int] = collections.OrderedDict()
     self._lock = threading.Lock()
 
   def __call__(self, ids: np.ndarray) -> np.ndarray:
     """The rows of tokens, float32 [n, D]."""
-    block, row = np.divmod(ids, self._table.restart)
-    found = np.empty((len(ids), self._table.shape[1]), np.float32)
+    unit, row = np.divmod(ids, self._unit)
+    wanted, where = np.unique(unit, return_inverse=True)
+    found, most = np.empty((len(ids), self._table.shape[1]), np.float32), len(self._rows)
     with self._lock:
-      wanted, where = np.unique(block, return_inverse=True)
-      for first in range(0, len(wanted), self._most):
-        self._decode(wanted[first : first + self._most].tolist())
-        for i in np.flatnonzero((where >= first) & (where < first + self._most)).tolist():
-          found[i] = self._blocks[int(block[i])][row[i]]
+      for first in range(0, len(wanted), most):
+        place = self._places(wanted[first : first + most].tolist())
+        own = (where >= first) & (where < first + most)
+        found[own] = self._rows[place[where[own] - first], row[own]]
     return found
 
-  def _decode(self, wanted):
-    missing = np.array([number for number in wanted if number not in self._blocks], np.int64)
-    if len(missing):
+  def _places(self, wanted):
+    """Where the units are kept, after those that were not are decoded."""
+    missing = [number for number in wanted if number not in self._place]
+    if missing:
+      ids = np.array(missing)[:, None] * self._unit + np.arange(self._unit)
       # By NumPy, since this is a callback.
-      rows = self._table.blocks_of_rows(missing, compiled=False)
-      self._blocks |= zip(missing.tolist(), rows)
+      rows = self._table.take(ids.clip(max=self._table.shape[0] - 1), compiled=False)
     for number in wanted:
-      self._blocks.move_to_end(number)
-    while len(self._blocks) > self._most:
-      self._blocks.popitem(last=False)
+      if number in self._place:
+        self._place.move_to_end(number)
+    for number in missing:
+      is_full = len(self._place) == len(self._rows)
+      place = self._place.popitem(last=False)[1] if is_full else len(self._place)
+      self._place[number] = place
+    if missing:
+      self._rows[[self._place[number] for number in missing]] = rows
+    return np.array([self._place[number] for number in wanted])
