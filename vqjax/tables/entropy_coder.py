@@ -555,7 +555,8 @@ def _decoded(
       symbol, state, place = symbol_of(jnp.full_like(before, groups_of), state, place)
       carry, owner_B = (before, state, place), symbol[:, 0].astype(owner.dtype)
     own = [_of_row(x, owner_B) for x in (*distribution, shift)]
-    carry, levels_GBL = lax.scan(column, carry, tuple(own))
+    # Unrolled: a step is short, and of few blocks the loop itself would take most of the time.
+    carry, levels_GBL = lax.scan(column, carry, tuple(own), unroll=4)
     return carry, (levels_GBL, owner_B)
 
   state = words[place].astype(jnp.uint32) << 16 | words[place + 1].astype(jnp.uint32)
