@@ -56,7 +56,7 @@ def _make(path: pathlib.Path, rows: int) -> np.ndarray:
   """The counts; the table in float16 and in int8 are written."""
   rng = np.random.default_rng(0)
   rank = rng.permutation(rows)
-  counts = rng.poisson(rows / 8 / np.log(rows) * 8 / (1 + rank)).astype(np.uint32)
+  counts = rng.poisson(rows / np.log(rows) / (1 + rank)).astype(np.uint32)
   table = np.lib.format.open_memmap(path / "table.npy", "w+", np.float16, (rows, DIM))
   narrow = np.lib.format.open_memmap(path / "int8.npy", "w+", np.int8, (rows, DIM))
   for first in range(0, rows, PART):
@@ -86,7 +86,7 @@ def _lookups(path: pathlib.Path, counts: np.ndarray, quick: bool) -> list[dict[s
   found = []
   for tokens in (1, 64 if quick else 4096):
     # More calls where they are short; the first ones compile, and fill what is kept.
-    warm, calls = (50, 200) if tokens == 1 and not quick else (2, 3)
+    warm, calls = (20, 50) if tokens == 1 and not quick else (1, 2)
     drawn = np.searchsorted(ends, rng.random((warm + calls, tokens * HEADS)) * ends[-1])
     for name, (cold, read) in readers.items():
       times = []

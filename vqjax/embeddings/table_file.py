@@ -19,7 +19,8 @@ It reads the codecs "codes", "int8" and "packed"; `vqjax/tables/container.py` re
 #              [M C, d]) if concatenated values are multiplied by one
 #   int8       levels (int8 [V, d]), scale (float32 [V, d / group])
 #   packed     the arrays of `vqjax.tables.PackedTable`
-#   integers   table.vqjax.PART, which `vqjax.tables.container` reads
+#   integers   table.vqjax.PART, which `vqjax.tables.container` reads; with the metadata `pages`
+#              their checksums stand for that of the file
 #
 # Everything in the header is checked before a tensor is mapped, because the file may come from
 # anywhere: a wrong shape must not become a read outside of it.

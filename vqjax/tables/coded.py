@@ -386,7 +386,8 @@ def learned_rates(
   frequency = np.ones((1, container.SYMBOLS), np.uint16)
   zeros = np.zeros((2, row_groups, columns), np.uint8)
   model = container.Distributions(frequency, zeros, zeros[0], restart)
-  for rows in (some.first, slice(None)):
+  first = [some.first] * (2 if "weight" in options else 1)
+  for rows in (*first, slice(None)):
     x, owner = some.x[rows] / np.float32(step), some.owner[rows]
     levels = np.empty(x.shape, np.int32)
 

@@ -217,7 +217,7 @@ def distributions_of(
   if weight is not None:
     count = count * weight
     flat = flat * np.repeat(np.tile(weight, 2), columns)[:, None]
-    flat[:, list(ESCAPES)] += 1e-6
+    flat += 1e-6 * _may_be_seen(flat)
   most = min(MOST_DISTRIBUTIONS - (weight is not None), max(1, rows * columns // 2**15))
   frequencies, distribution = clusters(flat, most)
   bits = PRECISION - np.log2(np.maximum(frequencies, 1))
@@ -235,6 +235,16 @@ def distributions_of(
   total += count * (PRECISION - np.log2(np.maximum(of_groups[:row_groups], 1.0)))
   frequencies = np.concatenate([frequencies, of_groups[None]])
   return Distributions(frequencies, distribution, shift, restart, codes_groups=True), total
+
+
+def _may_be_seen(histograms: Float[np.ndarray, "N S"]) -> Bool[np.ndarray, "N S"]:
+  """Symbols that other rows than those that were counted may have: near seen ones, and escapes."""
+  seen, number = histograms[:, : min(ESCAPES) - 1] > 0, np.arange(SYMBOLS)
+  first = np.where(seen.any(axis=1), seen.argmax(axis=1), SYMBOLS)[:, None]
+  last = (seen.shape[1] - 1 - seen[:, ::-1].argmax(axis=1))[:, None]
+  more = (last - first) // 4 + 2
+  is_near = (number >= first - more) & (number <= last + more) & (number < seen.shape[1])
+  return is_near | np.isin(number, ESCAPES)
 
 
 def clusters(histograms: np.ndarray, most: int, steps: int = 6) -> tuple[np.ndarray, np.ndarray]:
