@@ -36,7 +36,7 @@ HEADS: dict[str, Callable[[int], vqjax.Head]] = {
     v, DIM, samples=min(v, 8192), proposal=UnigramProposal(counts(v))
   ),
   "codebook": lambda v: vqjax.CodebookHead(v, DIM, 1024, _FEW, token_bias=True),
-  "learned codebook": lambda v: vqjax.LearnedCodebookHead(v, DIM, 1024, 4, _FEW),
+  "learned codebook": lambda v: vqjax.LearnedCodebookHead(v, DIM, 1024, 4),
   "residual codebook": lambda v: vqjax.ResidualCodebookHead(v, DIM, 1024, 16, _FEW),
   "product": lambda v: vqjax.ProductHead(v, DIM, 256, 16),
   "learned product": lambda v: vqjax.LearnedProductHead(v, DIM, 256, 16),

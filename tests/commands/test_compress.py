@@ -108,6 +108,18 @@ def test_the_report_has_the_divergence_that_the_folder_has(compressed):
   assert len({file.stat().st_mode for file in out.iterdir()}) == 1
 
 
+@pytest.mark.parametrize(("kl", "says"), [(0.02, True), (0.01, False)])
+def test_a_bound_that_other_text_misses_comes_with_a_smaller_one(
+  kl, says, folder, texts, tmp_path, capsys, monkeypatch
+):
+  held = {"kl": kl, "kl_p99": 0.1, "top1": 1.0, "nats": 2.0, "nats_before": 2.0, "tokens": 9}
+  sizes = {"bytes": 1, "bytes_before": 2, "formats_before": ["F32"], "seconds": 1, "peak_bytes": 1}
+  found = {"held_out": held, "calibration_kl": 0.0098} | sizes
+  monkeypatch.setattr(compress, "compress_model", lambda *_: found)
+  assert call(folder, texts, tmp_path / "out", "--kl", "0.01") == 0
+  assert ("for this held-out text, give --kl 0.005" in capsys.readouterr().out) == says
+
+
 def test_the_report_has_the_block_types_of_gguf(compressed):
   gguf = pytest.importorskip("gguf", reason="the extra `checkpoints` is not installed")
   _, out = compressed

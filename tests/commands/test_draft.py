@@ -131,3 +131,4 @@ def test_a_wrong_call_is_refused(folder, text, tmp_path, capsys):
   short.write_text("w1 w2")
   assert train(folder, short, out) == 2
   assert "two windows" in capsys.readouterr().err
+  assert [*tmp_path.iterdir()] == [short]  # nothing was computed that another call could use

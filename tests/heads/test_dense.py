@@ -75,6 +75,23 @@ def test_the_initialiser_may_be_partitioned():
 
 
 @pytest.mark.slow
+def test_each_token_may_have_its_own_cap_and_temperature():
+  head = DenseHead(31, 8, softcap=1.0)
+  (hidden,), tokens = normals(0, (5, 8)), np.arange(5)
+  cap, temperature = np.linspace(0.5, 3, 5, dtype=np.float32), np.float32([0.5, 1, 2, 1, 0.7])
+  variables = head.init(jax.random.key(0), hidden)
+  weight = np.asarray(variables["params"]["weight"], np.float64)
+
+  @jax.jit
+  def log_prob(cap, temperature):
+    own = hidden / cap[:, None], tokens, temperature / cap
+    return head.apply(variables, *own, method="log_prob")
+
+  scores = cap[:, None] * np.tanh(hidden @ weight.T / cap[:, None]) / temperature[:, None]
+  expected = scores[tokens, tokens] - np.log(np.exp(scores).sum(-1))
+  np.testing.assert_allclose(log_prob(cap, temperature), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}])
 def test_one_program_on_a_mesh_may_draw_search_and_score(options):
   # With a vocabulary that no device count divides: in one program XLA takes two paddings of an

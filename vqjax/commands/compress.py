@@ -305,6 +305,12 @@ def _compress(options: argparse.Namespace) -> None:
     f" {result['peak_bytes'] / 1e9:.2f} GB of memory\nresult: {one_line(options.out)},"
     " with report.md"
   )
+  if options.kl is not None and held["kl"] > options.kl:
+    print(
+      f"the bound of {options.kl} nats holds on the text of the search"
+      f" ({result['calibration_kl']:.5f}): for this {of}, give --kl"
+      f" {options.kl**2 / held['kl']:.2g}, or more tokens"
+    )
 
 
 def _loaded(options: argparse.Namespace) -> Loaded:

@@ -34,7 +34,9 @@ class LinearHead(RegularizedHead):
   z-loss or label smoothing the loss still takes one pass over the vocabulary.
 
   Attributes:
-    softcap: largest absolute score c: scores are c · tanh(score / c); None: no cap.
+    softcap: largest absolute score c: scores are c · tanh(score / c); None: no cap. It chooses the
+      program. A head without a bias has a c of each token, or a traced one, at `softcap=1`: from
+      hidden / c and temperature / c.
   """
 
   softcap: float | None = dataclasses.field(default=None, kw_only=True)

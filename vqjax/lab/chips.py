@@ -65,8 +65,8 @@ def tpu(topology: str) -> Chip:
   """
   kind, _, layout = topology.partition(":")
   if kind not in TOPOLOGIES or layout not in TOPOLOGIES[kind][1]:
-    there = "\n".join(f"  {name}: {', '.join(sizes)}" for name, (_, sizes) in TOPOLOGIES.items())
-    raise ValueError(f"`topology` must be KIND:SIZE; got {topology!r}. Give one of\n{there}")
+    there = "; ".join(f"{name}: {', '.join(sizes)}" for name, (_, sizes) in TOPOLOGIES.items())
+    raise ValueError(f"`topology` must be KIND:SIZE; got {topology!r}. There are {there}.")
   return TOPOLOGIES[kind][0]
 
 

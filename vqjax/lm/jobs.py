@@ -69,7 +69,13 @@ def open_work(work: pathlib.Path, identity: str) -> Iterator[None]:
         continue
       shutil.rmtree(path) if path.is_dir() else path.unlink()
     records.write(record, {"identity": identity})
-    yield
+    try:
+      yield
+    except BaseException:
+      # A text that is refused leaves nothing to go on from.
+      if {path.name for path in work.iterdir()} <= {"lock", record.name}:
+        shutil.rmtree(work)
+      raise
 
 
 class ProgressBars:

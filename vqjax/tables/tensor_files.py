@@ -42,8 +42,8 @@ DTYPES = {
 }
 """Number formats of safetensors that NumPy has."""
 
-NARROW = {"F8_E4M3": ml_dtypes.float8_e4m3fn}
-"""Number formats that are no numbers without a scale, which is another tensor."""
+NARROW = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
+"""Number formats that are no numbers without a scale, which is another tensor, and of scales."""
 
 CHECKSUMS = "checksums"
 """Key of the checksums in the metadata of the files that are written here."""

@@ -17,8 +17,11 @@ import pytest
 from flax import linen as nn
 from rich.console import Console
 
+from vqjax import DenseEmbedding
 from vqjax.lab import config
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train, override
+from vqjax.ngrams import NGramEmbedding
+from vqjax.ops.ngrams import PolynomialHash
 from vqjax.sharding import MeshShape
 from vqjax.types import Dtype
 
@@ -219,6 +222,14 @@ def test_the_vocabulary_comes_from_the_tokenizer_and_another_is_an_error():
   changed = override(make(), ["model.head.embedding.vocab=5000"])
   with pytest.raises(ValueError, match=r"embedding.vocab` must be .* 8192 tokens; got 5000"):
     config.with_vocab(changed, 8192)
+
+
+@pytest.mark.parametrize("rows", [FROM_TOKENIZER, 50])
+def test_the_rows_of_a_table_of_ngrams_come_from_its_hash(rows):
+  ngrams = PolynomialHash(13, order=2, sizes=(20, 21))
+  lookup = NGramEmbedding(ngrams, DenseEmbedding(rows, 4))
+  model = config.with_vocab(dataclasses.replace(make(), model=lookup), 13).model
+  assert (model.table.vocab, model.ngrams) == (rows or 41, ngrams)
 
 
 def test_training_with_a_number_out_of_range_is_refused():

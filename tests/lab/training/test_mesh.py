@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from tests import tiny
@@ -174,6 +176,32 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_with_the_numbers(trai
   micro = train["batch"] // train.get("accumulate", 1)
   with pytest.raises(ValueError, match=rf"train.batch.*data=2 x fsdp=2.*{micro} rows"):
     program(small(**train), (2, 2, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """An optimiser with a number of state for each row of a matrix."""
+
+  learning_rate = staticmethod(lambda train: lambda step: train.learning_rate)
+
+  def rule(self, train):
+    """Adafactor's, without a state of columns."""
+    init = lambda params: Row(jax.tree.map(lambda x: x[..., 0] if x.ndim > 1 else x, params))
+    return optax.GradientTransformation(init, lambda updates, state, params: (updates, state))
+
+
+class Row(NamedTuple):
+  """State of a rule."""
+
+  of: Any
+
+
+def test_a_number_for_each_row_lies_with_its_row():
+  on = program(small(optimizer=Rows()), (1, 8, 1))
+  kernel = lambda tree: tree["blocks"]["mlp_in"]["kernel"].sharding.spec
+  assert "fsdp" in kernel(on.abstract_state.params)
+  (state,) = jax.tree.leaves(on.abstract_state.opt_state, is_leaf=lambda x: isinstance(x, Row))
+  assert tuple(kernel(state.of)) == kernel(on.abstract_state.params)[:-1]
 
 
 def test_a_model_without_logical_axes_is_replicated():

@@ -11,6 +11,7 @@ import safetensors.numpy
 
 from tests.lm.checkpoints.families import small
 from vqjax.lm import checkpoints
+from vqjax.lm.compression.exports import stored_tables
 from vqjax.lm.compression.folders import TensorJob, compress_tensors
 from vqjax.lm.sources import readers
 from vqjax.lm.sources.quantised import dequantised
@@ -60,10 +61,10 @@ def floats(rng, shape, scales=(1,), name="weight_scale"):
   return {"weight": numbers, name: scale}, numbers.astype(np.float32) * scale
 
 
-def blocks(rng, shape, name="weight_scale"):
+def blocks(rng, shape, name="weight_scale", dtype=np.float32):
   numbers = rng.standard_normal(shape).astype(FLOAT8)
-  scale = rng.random([-(-n // size) for n, size in zip(shape, BLOCK)]).astype(np.float32)
-  of = numbers.astype(np.float32) * spread(scale, shape, *BLOCK)
+  scale = rng.random([-(-n // size) for n, size in zip(shape, BLOCK)]).astype(dtype)
+  of = numbers.astype(np.float32) * spread(scale.astype(np.float32), shape, *BLOCK)
   return {"weight": numbers, name: scale}, of
 
 
@@ -77,7 +78,11 @@ COMPRESSED = {
   "down_proj": blocks,
 }
 FP8 = dict.fromkeys(COMPRESSED, lambda *given: blocks(*given, "weight_scale_inv"))
-FP8 |= {"o_proj": lambda *given: floats(*given, (), "weight_scale_inv")}
+FP8 |= {
+  "o_proj": lambda *given: floats(*given, (), "weight_scale_inv"),
+  # Powers of two, as DeepSeek V3.1 has them.
+  "up_proj": lambda *given: blocks(*given, "weight_scale_inv", ml_dtypes.float8_e8m0fnu),
+}
 
 GROUPS = [
   {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8},
@@ -148,6 +153,22 @@ def test_its_table_is_compressed_and_all_else_copied(folders, tmp_path):
   found, expected = (checkpoints.load(folder).variables["params"] for folder in (job.out, narrow))
   assert not np.array_equal(found["embedding"].pop("weight"), expected["embedding"].pop("weight"))
   assert_equal(found, expected)
+
+
+def test_a_table_that_is_quantised_is_not_compressed_again(tmp_path):
+  model, variables = small("qwen3", num_hidden_layers=1)
+  checkpoints.save(tmp_path / "saved", model, jax.tree.map(np.asarray, variables))
+  tensors = safetensors.numpy.load_file(tmp_path / "saved" / "model.safetensors")
+  name = "model.embed_tokens"
+  parts, _ = integers(np.random.default_rng(0), tensors.pop(f"{name}.weight").shape)
+  tensors |= {f"{name}.{part}": array for part, array in parts.items()}
+  config = json.loads((tmp_path / "saved" / "config.json").read_text())
+  config["quantization_config"] = {"quant_method": "compressed-tensors"} | METHODS[
+    "compressed-tensors"
+  ]
+  source = readers.open_source(written(tmp_path / "narrow", tensors, config))
+  with pytest.raises(ValueError, match=r"where .*embed_tokens.* is quantised. Give the original"):
+    stored_tables(source, model)
 
 
 def test_blocks_of_four_bits_are_those_of_gpt_oss(tmp_path):

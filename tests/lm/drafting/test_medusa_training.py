@@ -1,5 +1,6 @@
 """Training of Medusa's blocks is resumed, and its figures are of held-out text."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -33,10 +34,10 @@ def text():
   return "".join(map(str, digits))
 
 
-def fit(out, **options):
+def fit(out, settings=SETTINGS, **options):
   """The figures of a drafter of the five most frequent tokens; the lines that were said."""
   lines = []
-  job = MedusaJob(out.parent, text(), out, positions=600, window=16, vocab=5, settings=SETTINGS)
+  job = MedusaJob(out.parent, text(), out, positions=600, window=16, vocab=5, settings=settings)
   return fit_medusa(job, (*target(), Cycle()), lines.append, **options), lines
 
 
@@ -72,6 +73,12 @@ def test_an_interrupted_training_goes_on_where_it_was(tmp_path, monkeypatch):
   assert (type(drafter.head), drafter.head.vocab) == (DenseHead, 5)
   assert drafter.tree.size <= 4
   assert len(drafter.tokens) == 5
+
+
+@pytest.mark.slow
+def test_one_step_is_enough_for_a_drafter(tmp_path):
+  fit(tmp_path / "drafter.safetensors", dataclasses.replace(SETTINGS, steps=1))
+  assert (tmp_path / "drafter.safetensors").exists()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from vqjax.lab.config.experiment_tree import (
 from vqjax.lab.config.identity import is_dtype
 from vqjax.layer import wanted
 from vqjax.lm.records import one_line, shown
+from vqjax.ngrams import NGramEmbedding
 from vqjax.sharding import MeshShape
 
 __all__ = ["FROM_TOKENIZER", "Experiment", "Train", "load_config", "with_vocab"]
@@ -216,15 +217,19 @@ def _check_number(path: str, value: Any) -> None:
 def with_vocab(experiment: Experiment, vocab: int) -> Experiment:
   """Return the experiment with `vocab` in place of the model's FROM_TOKENIZER.
 
+  The table of an `NGramEmbedding` gets the rows of its hash.
+
   Raises:
     ValueError: a module has another vocabulary than the tokenizer.
   """
   changes: dict[int, dict[str, Any]] = {}
-  for path, node in walk(experiment.model, "model"):
+  nodes = list(walk(experiment.model, "model"))
+  rows = {id(n.table): n.ngrams.rows for _, n in nodes if isinstance(n, NGramEmbedding)}
+  for path, node in nodes:
     own = fields_of(node).get("vocab", vocab)
     if own == FROM_TOKENIZER:
-      changes[id(node)] = {"vocab": vocab}
-    elif own != vocab:
+      changes[id(node)] = {"vocab": rows.get(id(node), vocab)}
+    elif own != vocab and id(node) not in rows:
       raise ValueError(
         f"`{path}.vocab` must be the tokenizer's {vocab} tokens; got {own}. Remove the override or"
         " the number in the config, or use another tokenizer."

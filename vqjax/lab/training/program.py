@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vqjax import sharding
 from vqjax.lab.config import Experiment
@@ -133,12 +133,19 @@ class Program:
     # An optimiser may have no moment of a parameter (MaskedNode), or moments of its rows and
     # columns (a list, SM3): these are replicated.
     is_moment = lambda node: not isinstance(node, (optax.MaskedNode, list))
-    replicate = lambda node: jax.tree.map(lambda _: everywhere, node)
+
+    def of_moment(node, where, param):
+      if not is_moment(node) or node.shape != param.shape[: len(node.shape)]:
+        return jax.tree.map(lambda _: everywhere, node)
+      # One number a row lies with its row.
+      return NamedSharding(self.mesh, PartitionSpec(*where.spec[: len(node.shape)]))
+
     opt_state = optax.tree_utils.tree_map_params(
       self._optimizer,
-      lambda node, where: where if is_moment(node) else replicate(node),
+      of_moment,
       state.opt_state,
       shardings["params"],
+      state.params,
       transform_non_params=lambda _: everywhere,
       is_leaf=lambda node: not is_moment(node),
     )

@@ -123,7 +123,8 @@ def stored_tables(source: ModelSource, model: Transformer) -> dict[str, tuple[st
   for part in ("embedding", "head") if model.head.embedding is None else ("embedding",):
     ((name, tensor),) = found[part, "weight"].tensors
     full = prefix + name if prefix + name in source.tensors else name
-    if full not in source.tensors:
+    # Numbers with scales have a format of their own.
+    if full not in source.tensors or source.tensors[full].format != tensor.format:
       raise ValueError(
         f"`model` must have plain tables; got {source.path}, where {name} is quantised. Give the"
         " original model."

@@ -175,7 +175,9 @@ def _train_medusa(
   frozen = {name: tree for name, tree in own.items() if name != "params"}
   trained = MedusaBlocks.identity(model.dim, count), own.get("params", {})
   warm_up = max(1, settings.steps // 20)
-  rate = optax.warmup_cosine_decay_schedule(0, settings.rate, warm_up, settings.steps)
+  rate = optax.warmup_cosine_decay_schedule(
+    0, settings.rate, warm_up, max(settings.steps, warm_up + 1)
+  )
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
 
   @jax.jit
@@ -240,7 +242,13 @@ def _with_best_tree(
   likeliest tokens alone and of the tree; "size", the draft tokens of the tree; and "positions".
   """
   half = lambda first: _States(held_out.tokens[first::2], held_out.hidden[first::2])
-  tree = DraftTree.best(_ranks(drafter, model, variables, half(0)), size)
+  known_NK = _ranks(drafter, model, variables, half(0))
+  if not (known_NK[:, 0] >= 0).any():
+    raise ValueError(
+      f"the first block must have some of {len(known_NK)} held-out tokens among its {CANDIDATES}"
+      " best; got none. Train for more steps, on a longer text."
+    )
+  tree = DraftTree.best(known_NK, size)
   rank_NK = _ranks(drafter, model, variables, half(1))
   figures = {
     "accuracy": (rank_NK == 0).mean(axis=0).tolist(),

@@ -17,7 +17,7 @@ import numpy as np
 
 from vqjax.lm.records import one_line, shown
 from vqjax.lm.sources.readers import Tensor
-from vqjax.tables.tensor_files import NARROW, release
+from vqjax.tables.tensor_files import release
 
 __all__ = []
 
@@ -125,7 +125,7 @@ def _scaled(
   if packed is not None:
     shape, size = _packed_shape(name, packed, parts.get("weight_shape"), bits)
     kind, codes = f"INT{size}", lambda rows: _unpacked(packed.read(rows), size, shape[1])
-  elif weight is not None and weight.format in ("I8", *NARROW) and len(weight.shape) == 2:
+  elif weight is not None and weight.format in ("I8", "F8_E4M3") and len(weight.shape) == 2:
     shape, codes = weight.shape, weight.read
     kind, size = ("INT8", 8) if weight.format == "I8" else ("FP8", None)
   else:
