@@ -73,6 +73,9 @@ HEADER = 2**12
 FIRST_DOUBLING = -40
 """Row group of the most frequent rows: doublings of the inverse of a count."""
 
+MARGIN, CLOSE = 0.98, 0.99
+"""Part of a size that is aimed at, because the sample errs by a hundredth; what is close to it."""
+
 MOST_PASSES = 4
 """Most times that the table is written to meet a size."""
 
@@ -246,10 +249,10 @@ def compress_rows(
       known[step] = model, _bytes_of(model, coordinates, vocab, float(bits.sum()))
     return Point(step, known[step][1], None)
 
-  aim, passes = size, 0
+  aim, passes = int(MARGIN * size), 0
   with outputs.atomic_path(path) as partial:
     while True:
-      point, _ = search(measure, size=aim, limits=limits)
+      point, _ = search(measure, size=aim, limits=limits, close=CLOSE)
       if point.bytes > aim or passes == MOST_PASSES:
         least = known[limits[1]][1]
         raise ValueError(
