@@ -136,6 +136,22 @@ def test_it_begins_without_its_convolution_and_all_its_parameters_have_gradients
   assert layer.size().params == sum(x.size for x in jax.tree.leaves(variables))
 
 
+def test_a_memory_without_a_table_adds_the_same_for_vectors_that_are_given():
+  layer = memory()
+  variables = randomised(jitted.init(layer, jax.random.key(0), HIDDEN, TOKENS))
+  expected = jitted.apply(layer, variables, HIDDEN, TOKENS)
+  params = dict(variables["params"])
+  table = params.pop("lookup")["table"]["weight"]
+  vectors = table[HASH(TOKENS)].reshape(2, 11, -1)
+  without = layer.clone(has_table=False)
+  found = jitted.apply(without, {"params": params}, HIDDEN, TOKENS, vectors)
+  np.testing.assert_array_equal(found, expected)
+  assert without.size().params == layer.size().params - table.size
+  in_nnx = layers.from_linen(without, {"params": params})
+  found = nnx.jit(lambda layer: layer(HIDDEN, TOKENS, vectors))(in_nnx)
+  np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 def test_nnx_adds_the_same():
   linen = memory()
   variables = randomised(jitted.init(linen, jax.random.key(0), HIDDEN, TOKENS))
@@ -152,6 +168,14 @@ def test_nnx_adds_the_same():
     (
       lambda: memory().init(jax.random.key(0), HIDDEN[..., 1:], TOKENS),
       r"`hidden` must be \(2, 11, 24\)",
+    ),
+    (
+      lambda: memory().init(jax.random.key(0), HIDDEN, TOKENS, HIDDEN),
+      "`vectors` must be given where .* got vectors and has_table=True",
+    ),
+    (
+      lambda: memory().clone(has_table=False).init(jax.random.key(0), HIDDEN, TOKENS, HIDDEN),
+      r"`vectors` must be \(2, 11, 16\), 4 rows of 4 for each token; got \(2, 11, 24\)",
     ),
   ],
 )

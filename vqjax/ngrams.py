@@ -128,6 +128,8 @@ class NGramMemory(Layer):
     epsilon: added to mean squares.
     value_init: initialiser of W_v, [E, D].
     param_dtype: dtype of the parameters.
+    has_table: whether the table is a variable of the layer. Otherwise every call is given the
+      vectors, such as rows of a `vqjax.tables.HostTable`.
   """
 
   lookup: NGramEmbedding
@@ -137,6 +139,7 @@ class NGramMemory(Layer):
   epsilon: float = 1e-6
   value_init: Initializer = nn.initializers.normal(0.02)
   param_dtype: Dtype = jnp.float32
+  has_table: bool = True
 
   def declare(self) -> Declaration:
     """The n-grams' table, projections, scales of the norms, and the filters."""
@@ -144,7 +147,7 @@ class NGramMemory(Layer):
     ones, zeros = nn.initializers.ones, nn.initializers.zeros
     of = lambda shape, axes, init: Variable(shape, axes, init, self.param_dtype)
     return {
-      "lookup": self.lookup,
+      **({"lookup": self.lookup} if self.has_table else {}),
       "key": of((width, channels), ("mlp", "embed"), nn.initializers.lecun_normal()),
       "value": of((width, self.dim), ("mlp", "embed"), self.value_init),
       "key_scale": of((channels,), ("norm",), ones),
@@ -174,23 +177,38 @@ class NGramMemory(Layer):
     )
 
   def __call__(
-    self, hidden: Float[ArrayLike, "*B T C"], tokens: Integer[ArrayLike, "*B T"]
+    self,
+    hidden: Float[ArrayLike, "*B T C"],
+    tokens: Integer[ArrayLike, "*B T"],
+    vectors: Float[ArrayLike, "*B T E"] | None = None,
   ) -> Float[Array, "*B T C"]:
-    """What is added to the streams `hidden` [*B, T, S * D] of texts that begin here."""
-    return self.step(hidden, tokens, self.cache(*jnp.shape(tokens)[:-1]))[0]
+    """What is added to the streams `hidden` [*B, T, S * D] of texts that begin here.
+
+    `vectors` are as of `step`.
+    """
+    return self.step(hidden, tokens, self.cache(*jnp.shape(tokens)[:-1]), vectors)[0]
 
   def step(
     self,
     hidden: Float[ArrayLike, "*B T C"],
     tokens: Integer[ArrayLike, "*B T"],
     cache: MemoryCache,
+    vectors: Float[ArrayLike, "*B T E"] | None = None,
   ) -> tuple[Float[Array, "*B T C"], MemoryCache]:
     """What is added to the streams of the next tokens, and the cache for those after them.
 
+    Args:
+      hidden: the streams [*B, T, S * D].
+      tokens: [*B, T].
+      cache: what the tokens before have left.
+      vectors: the n-grams' vectors [*B, T, E] for a layer without a table; None: `lookup` reads
+        them.
+
     Raises:
-      ValueError: `hidden` has another shape than the tokens and the streams.
+      ValueError: `hidden` or `vectors` have another shape than the tokens, the streams and the
+        table, or the layer has a table and is given vectors, or has neither.
     """
-    check_arrays(hidden=hidden)
+    check_arrays(hidden=hidden, vectors=vectors)
     hidden, tokens = jnp.asarray(value_of(hidden)), jnp.asarray(value_of(tokens))
     channels = self.streams * self.dim
     if hidden.shape != (*tokens.shape, channels):
@@ -198,7 +216,21 @@ class NGramMemory(Layer):
         f"`hidden` must be {(*tokens.shape, channels)}, as the tokens and {self.streams} streams of"
         f" {self.dim}; got {hidden.shape}."
       )
-    vectors = self.lookup(tokens, cache.tokens)
+    if (vectors is None) != self.has_table:
+      what = "None" if vectors is None else "vectors"
+      raise ValueError(
+        f"`vectors` must be given where `has_table` is False, and only there; got {what} and"
+        f" has_table={self.has_table}. Change one of them."
+      )
+    if vectors is None:
+      vectors = self.lookup(tokens, cache.tokens)
+    vectors = jnp.asarray(value_of(vectors))
+    if vectors.shape != (*tokens.shape, self.lookup.dim):
+      raise ValueError(
+        f"`vectors` must be {(*tokens.shape, self.lookup.dim)}, {self.lookup.ngrams.heads} rows of"
+        f" {self.lookup.table.dim} for each token; got {vectors.shape}. Reshape the rows [*B, T, H,"
+        " D] of the table."
+      )
     added, values = self._added(hidden, vectors, cache.values)
     history = jnp.concatenate([cache.tokens, tokens.astype(jnp.int32)], axis=-1)
     return added, MemoryCache(history[..., tokens.shape[-1] :], values)

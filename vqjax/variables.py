@@ -200,8 +200,9 @@ def optimizer_labels(params: Any) -> Any:
 
   Muon is for matrices alone: arrays that are called `kernel`, as in Flax's layers, which multiply
   hidden vectors. A "table" has a row for each token, code or group, of which a step may read few;
-  Adam is for tables and for vectors: biases, gains and offsets. "codes" are integers, which no
-  optimiser trains. `optax` takes this function where it takes labels, and masks follow from it:
+  Adam is for tables and for vectors: biases, gains and offsets. `vqjax.row_updates.rowwise` is for
+  tables that are too large for Adam's moments. "codes" are integers, which no optimiser trains.
+  `optax` takes this function where it takes labels, and masks follow from it:
 
     rules = {"matrix": optax.contrib.muon(2e-2), "table": adam(3e-3), "vector": adam(3e-3)}
     optimizer = optax.multi_transform(rules, vqjax.optimizer_labels)

@@ -21,6 +21,7 @@ heads = lazy_loader.load("experiments.bench.heads", suppress_warning=True)
 kmeans = lazy_loader.load("experiments.bench.kmeans", suppress_warning=True)
 loop = lazy_loader.load("experiments.bench.loop", suppress_warning=True)
 medusa = lazy_loader.load("experiments.bench.medusa", suppress_warning=True)
+ngrams = lazy_loader.load("experiments.bench.ngrams", suppress_warning=True)
 pages = lazy_loader.load("experiments.bench.pages", suppress_warning=True)
 softmax = lazy_loader.load("experiments.bench.softmax", suppress_warning=True)
 starts = lazy_loader.load("experiments.bench.starts", suppress_warning=True)
@@ -145,6 +146,10 @@ BENCHMARKS = {
   "grouped-images": Benchmark(
     "drawing a batch of images against the step that learns from it",
     lambda quick: grouped.images(quick),
+  ),
+  "ngrams": Benchmark(
+    "tables of 10^8 n-grams: training on disk (14 GB) and on devices, lookups; ten minutes",
+    lambda quick: ngrams.run(quick),
   ),
   "gpu": Benchmark(
     "losses of large vocabularies on a GPU against PyTorch peers", lambda quick: gpu.run(quick)

@@ -344,10 +344,13 @@ class NGramMemory(Layer, of=ngrams.NGramMemory):
   """What a decoder adds to its residual stream from a table of n-grams."""
 
   def __call__(
-    self, hidden: Float[ArrayLike, "*B T C"], tokens: Integer[ArrayLike, "*B T"]
+    self,
+    hidden: Float[ArrayLike, "*B T C"],
+    tokens: Integer[ArrayLike, "*B T"],
+    vectors: Float[ArrayLike, "*B T E"] | None = None,
   ) -> Float[Array, "*B T C"]:
     """What is added to the streams of texts that begin here."""
-    return self._call("__call__", hidden, tokens)
+    return self._call("__call__", hidden, tokens, vectors)
 
   def cache(self, *batch: int) -> MemoryCache:
     """The cache of texts that begin, for `step`."""
@@ -358,9 +361,10 @@ class NGramMemory(Layer, of=ngrams.NGramMemory):
     hidden: Float[ArrayLike, "*B T C"],
     tokens: Integer[ArrayLike, "*B T"],
     cache: MemoryCache,
+    vectors: Float[ArrayLike, "*B T E"] | None = None,
   ) -> tuple[Float[Array, "*B T C"], MemoryCache]:
     """What is added to the streams of the next tokens, and the cache for those after them."""
-    return self._call("step", hidden, tokens, cache)
+    return self._call("step", hidden, tokens, cache, vectors)
 
 
 from_linen = Layer.from_linen

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer, UInt32
 
+from vqjax.ops.vocab_parallel import on_any_axes
 from vqjax.ops.vocabulary import in_vocabulary
 
 __all__ = ["NGramHash", "PolynomialHash", "XorHash", "count_rows", "readings"]
@@ -95,7 +96,8 @@ class _Hash:
         is outside the vocabulary.
     """
     if isinstance(tokens, jax.Array) or isinstance(previous, jax.Array):
-      return self._hashed(tokens, previous, jnp)
+      hashed = lambda given: self._hashed(*given, jnp)
+      return on_any_axes(hashed, (tokens, previous), jnp.asarray(tokens))
     return self._hashed(tokens, previous, np)
 
   def _hashed(self, tokens, previous, xp):

@@ -25,6 +25,7 @@ from jax.sharding import AxisType, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from vqjax.ops.host_memory import is_on_host, read_rows
 from vqjax.ops.vocabulary import values_of
 
 __all__ = []
@@ -430,8 +431,10 @@ def gather(table: Array, index: Array) -> Array:
   partitioner by itself may send the cotangents of all tokens to all devices. On one device this is
   plain indexing, unless the table is narrower than float32: the gradient of a row that many tokens
   read would stop growing in its dtype, so it is summed in float32 and rounded once. That case has
-  no forward mode.
+  no forward mode. A table in the memory of the host is read there, and has no gradient.
   """
+  if is_on_host(table):
+    return read_rows(table, index)
   if token_shards(None).count == 1 and summed_dtype(table.dtype) == table.dtype:
     return table[index]
   return _gather((table.shape, jnp.dtype(table.dtype)), *varying((table, index)))

@@ -15,6 +15,7 @@ from .compressing import Report as Report
 from .compressing import Scalar as Scalar
 from .compressing import byte_budget as byte_budget
 from .compressing import compress as compress
+from .host_table import HostTable as HostTable
 from .moments import Moments as Moments
 from .packing import PackedTable as PackedTable
 from .packing import pack as pack

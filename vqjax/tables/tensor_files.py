@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import math
 import mmap
 import os
 import pathlib
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -94,22 +95,49 @@ def save_file(
   for name, x in arrays.items():
     offsets = [first, first := first + x.nbytes]
     header[name] = {"dtype": FORMATS[x.dtype], "shape": x.shape, "data_offsets": offsets}
-  text = json.dumps(header, separators=(",", ":")).encode()
-  text += b" " * (-len(text) % 8)
   with outputs.atomic_file(path) as file:
-    file.write(len(text).to_bytes(8, "little") + text)
+    file.write(_encoded(header))
     for x in arrays.values():
       file.write(_bytes(x))
 
 
+def _encoded(header) -> bytes:
+  text = json.dumps(header, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)
+  return len(text).to_bytes(8, "little") + text
+
+
+def save_blocks(
+  path: str | os.PathLike[str],
+  name: str,
+  shape: tuple[int, ...],
+  dtype: Any,
+  blocks: Iterable[np.ndarray] = (),
+) -> None:
+  """Write a file of one tensor, a block of rows at a time, whole or not at all.
+
+  It has no checksum, so that it may be changed in place. Rows behind the blocks are zeros, which
+  take no space on the disk until they are written.
+  """
+  size = math.prod(shape) * np.dtype(dtype).itemsize
+  entry = {"dtype": FORMATS[np.dtype(dtype)], "shape": shape, "data_offsets": [0, size]}
+  with outputs.atomic_file(path) as file:
+    text = _encoded({name: entry})
+    file.write(text)
+    for block in blocks:
+      file.write(_bytes(np.ascontiguousarray(block, dtype)))
+    file.truncate(len(text) + size)
+
+
 def open_file(
-  path: str | os.PathLike[str], *, narrow: bool = False
+  path: str | os.PathLike[str], *, narrow: bool = False, writable: bool = False
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
   """The tensors of a file of safetensors, which are read when they are used, and its metadata.
 
   Args:
     path: the file.
     narrow: it may have formats of `NARROW` too.
+    writable: whether what is written into the arrays is written into the file.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -125,7 +153,7 @@ def open_file(
     # The library checks the header against the length of the file; its arrays would be copies.
     with safetensors.safe_open(path, framework="numpy"):
       pass
-    data = np.memmap(path, np.uint8, "r")
+    data = np.memmap(path, np.uint8, "r+" if writable else "r")
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8:start].tobytes())
     metadata = header.pop("__metadata__", None) or {}
@@ -243,16 +271,26 @@ def release(array: np.ndarray) -> None:
 
   They would count as memory of the process for as long as the file is mapped.
   """
+  base = map_of(array)
+  if base is None or not hasattr(mmap, "MADV_DONTNEED") or not array.size:
+    return
+  # The pages of a private map that may be written are the only place of what was written.
+  with memoryview(base) as view:
+    is_in_file = view.readonly or getattr(array, "mode", None) == "r+"
+  if is_in_file:
+    first, start = offset_of(array), offset_of(array) // mmap.PAGESIZE * mmap.PAGESIZE
+    base.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
+
+
+def offset_of(array: np.ndarray) -> int:
+  """The byte of its mapped file at which a contiguous view begins."""
+  origin = np.frombuffer(map_of(array), np.uint8).ctypes.data
+  return np.lib.array_utils.byte_bounds(array)[0] - origin
+
+
+def map_of(array: np.ndarray) -> mmap.mmap | None:
+  """The mapped file that an array is a view of; None for another array."""
   base = array
   while isinstance(base, np.ndarray):
     base = base.base
-  if not (isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and array.size):
-    return
-  # The pages of a map that may be written may be the only place of what was written.
-  with memoryview(base) as view:
-    is_read_only = view.readonly
-  if is_read_only:
-    first, last = np.lib.array_utils.byte_bounds(array)
-    origin = np.frombuffer(base, np.uint8).ctypes.data
-    start = (first - origin) // mmap.PAGESIZE * mmap.PAGESIZE
-    base.madvise(mmap.MADV_DONTNEED, start, last - origin - start)
+  return base if isinstance(base, mmap.mmap) else None

@@ -19,6 +19,7 @@ from experiments.bench import (
   loop,
   losses,
   measure,
+  ngrams,
   softmax,
   speculation,
 )
@@ -43,7 +44,7 @@ def figures(request, tmp_path, monkeypatch, capsys):
     loop, "load_config", lambda path: tiny.experiment(text, DenseHead(FROM_TOKENIZER, 16))
   )
   # A process for each row is a claim of `plan/test_isolated.py`.
-  for module in (dpq, gpu, kmeans):
+  for module in (dpq, gpu, kmeans, ngrams):
     monkeypatch.setattr(module, "isolated", lambda call, *arguments: call(*arguments))
   file = tmp_path / "new" / "figures.json"
   assert command.main([request.param, "--quick", "--json", str(file)]) == 0
@@ -329,3 +330,13 @@ def test_every_benchmark_is_listed_and_the_documents_name_benchmarks_that_exist(
   named = re.findall(r"make bench ARGS=(\w[\w-]*)", text)
   assert len(named) > 5
   assert set(named) <= BENCHMARKS.keys()
+
+
+@of("ngrams", slow=True)
+def test_tables_of_ngrams_learn_on_disk_and_on_devices_and_are_read_in_every_form(figures):
+  assert positive(figures)
+  assert figures["devices"]["not_in_place"] < 1000
+  for part in ("disk", "devices"):
+    first, last = figures[part]["loss"]
+    assert np.isfinite([first, last]).all()
+  assert all(row.keys() == {"1", "4096"} for row in figures["lookups"].values())
