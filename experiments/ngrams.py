@@ -1,19 +1,19 @@
 """Memories of hashed n-grams beside a small decoder: trained, and compressed by the counts of rows.
 
-python -m experiments.ngrams                      train and measure what is missing, render
-python -m experiments.ngrams --only none,65536-s1
-python -m experiments.ngrams --render             the tables alone
+python -m experiments.ngrams                      train and measure what is missing
+python -m experiments.ngrams --only none-s0,65536-s1
 
 Every decoder has three blocks of width 160, BPE of 4,096 tokens, and 1,500 steps of 2,048 tokens
 of WikiText-2. A memory of four heads, two of pairs and two of triples, is added to its input. Then
-the table of a trained memory is stored in other forms, nothing is trained again, and the test text
-is scored with each. The results are docs/results/ngrams.json.
+the table of a trained memory is stored in other forms, real files with all that they need, nothing
+is trained again, and the test text is scored with each. The results are runs/ngrams/results.json.
 """
 
 import argparse
 import dataclasses
 import json
 import pathlib
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -21,9 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-import pandas as pd
 
-from experiments.studies import study_page
 from vqjax import DenseEmbedding, DenseHead
 from vqjax.lab import exits
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
@@ -31,16 +29,13 @@ from vqjax.lab.data import BPETokenizer, WikiText, Windows
 from vqjax.lab.training import evaluate, fit, make_scorer, read_run_variables
 from vqjax.lab.training.optimizer import decayed, learning_rate
 from vqjax.lab.training.provenance import provenance
-from vqjax.lab.training.run_folder import EncodedText, load_text
+from vqjax.lab.training.run_folder import load_text
 from vqjax.lm import records
 from vqjax.lm.models import Transformer
 from vqjax.ngrams import NGramEmbedding, NGramMemory
-from vqjax.ops.ngrams import XorHash
+from vqjax.ops.ngrams import XorHash, count_rows
 from vqjax.row_updates import rowwise
-from vqjax.tables import Moments, compressing, gguf_types
-
-PAGE = study_page.DOCS / "results" / "ngrams.md"
-RESULTS = PAGE.with_suffix(".json")
+from vqjax.tables import SmallTable, compress_rows, gguf_types
 
 V, DIM, WIDTH = 4096, 160, 32
 SIZES = 8_192, 65_536, 262_144
@@ -169,23 +164,15 @@ def forms(table: np.ndarray, counts: np.ndarray) -> Iterator[Form]:
   blocks = kind.rounded(np.ascontiguousarray(table))
   scale = np.repeat(blocks.scale.astype(np.float32), kind.block, axis=1)
   yield Form("IQ4_NL", 8 * kind.bytes / kind.block, scale * blocks.level)
-  costs = {"steps by counts": counts, "one step": np.full(rows, counts.mean())}
-  for name, count in costs.items():
-    for bits in BITS if count is counts else BITS[:3]:
-      moments = Moments(np.eye(dim), count, 1)
-      small = compressing.compress(table, bytes=bits * table.size / 8, moments=moments)
-      yield Form(f"{name}, {bits} bits", small.report.bits_per_weight, np.asarray(small.table()))
-
-
-def read_counts(ngrams: XorHash, text: EncodedText) -> np.ndarray:
-  """How often the training text reads each row."""
-  tokens = np.asarray(text.splits["train"].tokens)
-  counts = np.zeros(ngrams.rows, np.int64)
-  for start in range(0, len(tokens), 2**16):
-    first = max(0, start - ngrams.order + 1)
-    ids = ngrams(tokens[first : start + 2**16])[start - first :]
-    counts += np.bincount(ids.ravel(), minlength=ngrams.rows)
-  return counts
+  costs = {"steps by counts": counts, "one step": np.ones(rows, np.int64)}
+  with tempfile.TemporaryDirectory() as folder:
+    file = pathlib.Path(folder, "table.safetensors")
+    for name, count in costs.items():
+      for bits in BITS if count is counts else BITS[:3]:
+        compress_rows(table, count, file, size=int(bits * table.size / 8))
+        small = SmallTable.load(file)
+        used = 8 * file.stat().st_size / table.size
+        yield Form(f"{name}, {bits} bits", used, np.asarray(small.table()))
 
 
 def measured_row(size: int, seed: int, work: pathlib.Path, steps: int) -> dict[str, Any]:
@@ -201,7 +188,7 @@ def measured_row(size: int, seed: int, work: pathlib.Path, steps: int) -> dict[s
   model = text.experiment.model
   variables, _ = read_run_variables(work / name)
   table = np.asarray(variables["params"]["memory"]["lookup"]["table"]["weight"])
-  counts = read_counts(model.memory.lookup.ngrams, text)
+  counts = count_rows(model.memory.lookup.ngrams, np.asarray(text.splits["train"].tokens))
   found["read"] = float((counts > 0).mean())
   scorer, split = make_scorer(model), text.splits["test"]
   for form in forms(table, counts):
@@ -228,23 +215,22 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-  """Train and measure what is missing, and rewrite the page."""
+  """Train and measure what is missing."""
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--only", help="names of rows, with commas, such as 65536-s0")
-  parser.add_argument("--render", action="store_true", help="rewrite the tables alone")
   parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("runs/ngrams"))
-  parser.add_argument("--json", type=pathlib.Path, default=RESULTS, help="the results")
   parser.add_argument("--steps", type=int, default=1500, help="steps of each training")
   options = parser.parse_args()
-  result = json.loads(options.json.read_text("utf-8")) if options.json.exists() else {"rows": {}}
+  file = options.work / "results.json"
+  result = json.loads(file.read_text("utf-8")) if file.exists() else {"rows": {}}
   known = {f"{size or 'none'}-s{seed}": (size, seed) for seed in SEEDS for size in (0, *SIZES)}
   names = options.only.split(",") if options.only else list(known)
   if unknown := set(names) - set(known):
     parser.error(f"--only must name rows; got {', '.join(unknown)}. There are {', '.join(known)}.")
-  for name in [] if options.render else names:
+  for name in names:
     if name not in result["rows"] or options.only:
       result["rows"][name] = measured_row(*known[name], options.work, options.steps)
-      records.write(options.json, result)
+      records.write(file, result)
   return 0
 
 
