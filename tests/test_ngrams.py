@@ -7,10 +7,21 @@ import pytest
 from flax import nnx
 
 from tests import jitted
-from vqjax import DenseEmbedding, DPQEmbedding, SoftmaxQuantizer
+from vqjax import (
+  CompactEmbedding,
+  DenseEmbedding,
+  DPQEmbedding,
+  Int8,
+  Integers,
+  Packed,
+  SmallTable,
+  SoftmaxQuantizer,
+  compress,
+)
 from vqjax import nnx as layers
 from vqjax.ngrams import NGramEmbedding, NGramMemory
 from vqjax.ops.ngrams import XorHash
+from vqjax.tables.paged import compress_rows
 
 VOCAB, END, DIM, STREAMS = 101, 3, 12, 2
 HASH = XorHash.qwen4(VOCAB, END, heads=2, least=50)
@@ -66,6 +77,52 @@ def test_a_text_in_parts_adds_what_the_whole_adds(parts):
     found.append(added)
     start += size
   np.testing.assert_allclose(np.concatenate(found, axis=1), whole, atol=1e-5)
+
+
+WEIGHT = RNG.standard_normal((HASH.rows + 5, 4), np.float32)
+
+
+def paged(path):
+  compress_rows(WEIGHT, np.ones(len(WEIGHT)), path, size=3000, rows_of_block=5)
+  return SmallTable.load(path)
+
+
+def codes(path):
+  del path
+  rows = len(WEIGHT)
+  packed = RNG.integers(0, 256, -(-rows * 2 * 3 // 8), np.uint8)
+  values = RNG.standard_normal((2, 8, 2), np.float32)
+  return SmallTable(CompactEmbedding(packed, values, rows, 4, 8, 2, False, "float32"))
+
+
+@pytest.mark.parametrize(
+  "made",
+  [
+    pytest.param(lambda path: compress(WEIGHT, method=Int8()), id="int8"),
+    pytest.param(lambda path: compress(WEIGHT, method=Packed(), bytes=2000), id="packed"),
+    pytest.param(codes, id="codes"),
+    pytest.param(lambda path: compress(WEIGHT, bytes=2000, method=Integers()), id="integers"),
+    pytest.param(paged, id="pages"),
+  ],
+)
+def test_any_table_is_read_in_decoding(made, tmp_path):
+  small = made(tmp_path / "table.safetensors")
+  dense = memory()
+  variables = randomised(jitted.init(dense, jax.random.key(0), HIDDEN, TOKENS))
+  variables["params"]["lookup"]["table"]["weight"] = small.table()
+  expected = jitted.apply(dense, variables, HIDDEN, TOKENS)
+  table, own = small.to_embedding()
+  layer = NGramMemory(NGramEmbedding(HASH, table), DIM, streams=STREAMS)
+  del variables["params"]["lookup"]
+  for collection, tree in own.items():
+    variables.setdefault(collection, {})["lookup"] = {"table": tree}
+  cache, found = layer.cache(2), []
+  for part in (slice(0, 10), slice(10, 11)):
+    added, cache = jitted.apply(
+      layer, variables, HIDDEN[:, part], TOKENS[:, part], cache, method="step"
+    )
+    found.append(added)
+  np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-5)
 
 
 def test_it_begins_without_its_convolution_and_all_its_parameters_have_gradients():

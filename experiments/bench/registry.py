@@ -22,6 +22,7 @@ kmeans = lazy_loader.load("experiments.bench.kmeans", suppress_warning=True)
 loop = lazy_loader.load("experiments.bench.loop", suppress_warning=True)
 medusa = lazy_loader.load("experiments.bench.medusa", suppress_warning=True)
 ngrams = lazy_loader.load("experiments.bench.ngrams", suppress_warning=True)
+pages = lazy_loader.load("experiments.bench.pages", suppress_warning=True)
 softmax = lazy_loader.load("experiments.bench.softmax", suppress_warning=True)
 starts = lazy_loader.load("experiments.bench.starts", suppress_warning=True)
 speculation = lazy_loader.load("experiments.bench.speculation", suppress_warning=True)
@@ -122,6 +123,10 @@ BENCHMARKS = {
   "catalogues": Benchmark(
     "memory of every head for a million items with Zipf counts; a quarter of an hour",
     lambda quick: catalogues.run(quick),
+  ),
+  "pages": Benchmark(
+    "a table of 2^25 n-grams in pages: compression, lookups beside int8; a quarter of an hour",
+    lambda quick: pages.run(quick),
   ),
   "dpq": Benchmark(
     "DPQ: training steps over K and M, lookup, export; a quarter of an hour",

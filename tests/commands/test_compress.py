@@ -19,7 +19,6 @@ from vqjax import DenseHead, Int8Embedding, PackedEmbedding
 from vqjax.commands import compress, export, inspect, score, trim
 from vqjax.lm import checkpoints, jobs, records, tokenizers
 from vqjax.lm.checkpoints import RUNTIMES
-from vqjax.lm.checkpoints.runtime import StoredEmbedding
 from vqjax.lm.compression import decoder_tables, folders, judging
 from vqjax.lm.compression.calibration import zipf_counts
 from vqjax.lm.generation import EarlyExit, Sampling, generate
@@ -27,6 +26,7 @@ from vqjax.lm.sources import readers
 from vqjax.lm.texts import TextWindows, encode_text
 from vqjax.sharding import MeshShape, make_mesh
 from vqjax.tables import Moments, coded_table, container, search
+from vqjax.tables.stored import StoredEmbedding
 
 pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 
@@ -596,6 +596,37 @@ def test_one_table_is_compressed_as_the_function_does(options, tmp_path, capsys)
   for number in range(2):
     found = vqjax.SmallTable.load(tmp_path / f"{number}.safetensors")
     np.testing.assert_array_equal(found.table(), expected)
+
+
+def test_one_table_is_streamed_by_the_counts_of_its_rows(tmp_path, capsys):
+  from safetensors.numpy import save_file
+
+  rng = np.random.default_rng(0)
+  table = rng.normal(size=(3001, 8)).astype(np.float32)
+  np.save(tmp_path / "counts.npy", rng.integers(0, 9, 3001))
+  (tmp_path / "model").mkdir()
+  shards = {f"n.shard_{i}.weight": x for i, x in enumerate(np.split(table, [7, 2000, 2001]))}
+  save_file(shards, tmp_path / "model" / "a.safetensors")
+  save_file({"n.weight": table}, tmp_path / "model.safetensors")
+  given = "--pages", "--counts", str(tmp_path / "counts.npy"), "--drop", "--block", "16"
+  found = []
+  for number, name in enumerate(("model:n", "model.safetensors:n.weight")):
+    out = tmp_path / f"{number}.small"
+    size = ("--bits", "2") if number else ("--bytes", "1/16")
+    assert compress.main([f"{tmp_path}/{name}", *size, "--out", str(out), *given]) == 0
+    assert "are the mean row" in capsys.readouterr().out
+    found.append(out.read_bytes())
+    assert len(found[-1]) < 3001 * 8 // 4 + 5000
+  assert found[0] == found[1]
+  wrong = f"{tmp_path}/model:n", "--bits", "40", "--out", str(tmp_path / "o"), *given[:3]
+  assert "must be in (0, 32]" in refused(capsys, compress.main(list(wrong)))
+  (tmp_path / "model" / "a.safetensors").unlink()
+  save_file({"n.shard_1.weight": table}, tmp_path / "model" / "a.safetensors")
+  wrong = f"{tmp_path}/model:n", "--bits", "2", "--out", str(tmp_path / "o"), *given[:3]
+  assert "without shard 0" in refused(capsys, compress.main(list(wrong)))
+  for options in (["--drop"], ["--pages"], ["--pages", "--counts", "zipf", "--hidden", "h.npy"]):
+    with pytest.raises(SystemExit):
+      compress.main([f"{tmp_path}/model:n", "--bits", "2", "--out", "o", *options])
 
 
 def test_a_wrong_table_is_refused(folder, tmp_path, capsys):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from vqjax.lm import records
-from vqjax.lm.checkpoints.runtime import StoredEmbedding, _Decoded
 from vqjax.tables import container, entropy_coder, ideal_bits
+from vqjax.tables.stored import KeptRows, StoredEmbedding
 
 RNG = np.random.default_rng(0)
 
@@ -100,8 +100,8 @@ def test_parts_of_a_table_are_those_of_the_whole():
 def test_rows_are_decoded_when_they_are_looked_up_whatever_is_kept(monkeypatch):
   found = container.CompressedTable(entropy_coder.encode_table(laplace(1031, 21, 4.0, classes=3)))
   # Two blocks of 256 rows.
-  monkeypatch.setattr("vqjax.lm.checkpoints.runtime.KEPT", 2 * 4 * 256 * 21)
-  embedding = StoredEmbedding(1031, 21, _Decoded(found))
+  monkeypatch.setattr("vqjax.tables.stored.KEPT", 2 * 4 * 256 * 21)
+  embedding = StoredEmbedding(1031, 21, KeptRows(found))
   look_up = jax.jit(lambda tokens: embedding.apply({}, tokens))
   # A product of a whole table and one of a block round their sums otherwise.
   whole = found.rows()

@@ -4,12 +4,13 @@ vqjax compress gemma-3-270m-q4_k_m.gguf --bytes 65MB --out small
 vqjax compress gemma-3-270m-q4_k_m.gguf --kl 0.01 --text news.txt code.txt --out small
 vqjax compress model.safetensors:lm_head.weight --bytes 1/16 --out head.safetensors
 vqjax compress table.npy --bytes 1/8 --counts counts.npy --hidden hidden.npy --out table.safetensors
+vqjax compress model.safetensors:ngrams --pages --bits 0.5 --counts counts.npy --out ngrams.small
 vqjax compress large --bytes 1GB --table model.embed_tokens.weight moments.safetensors --out small
 """
 
 import argparse
-import difflib
 import pathlib
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,8 @@ from vqjax.lm.tokenizers.reading import find_tokenizer
 from vqjax.outputs import check_output
 from vqjax.tables import byte_budget, compress
 from vqjax.tables.container import UNPACKED
-from vqjax.tables.tensor_files import open_file
+from vqjax.tables.paged import RowsReport, compress_rows
+from vqjax.tables.tensor_files import open_rows
 
 __all__ = ["main"]
 
@@ -72,6 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     bound_of,
     metavar="SIZE",
   )
+  option(bound, "--bits", "bits of a number of one table, such as 0.5", float)
   option(
     parser,
     "--text",
@@ -107,6 +110,14 @@ def main(arguments: list[str] | None = None) -> int:
     metavar="FILE",
   )
   option(parser, "--hidden", "sample of the hidden states that one table scores: a file .npy")
+  flag(
+    parser,
+    "--pages",
+    "write one table of any size in small blocks that are read at random, with memory that does not"
+    " grow with it; steps are by `--counts` of its rows",
+  )
+  flag(parser, "--drop", "with `--pages`: rows that have a count of 0 become the mean row")
+  option(parser, "--block", "with `--pages`: rows that are decoded together", int)
   flag(parser, "--compare", "compare with block types of GGUF, which takes minutes")
   option(parser, "--tokens", "calibration tokens", int, 2**14)
   option(parser, "--window", "tokens of a window", int, 256)
@@ -137,13 +148,21 @@ def _array_of(model: str) -> tuple[str, str | None] | None:
   if model.endswith(".npy"):
     return model, None
   path, colon, tensor = model.rpartition(":")
-  is_tensor = colon and path.endswith(".safetensors") and not pathlib.Path(model).exists()
-  return (path, tensor) if is_tensor else None
+  is_file = path.endswith(".safetensors") or (colon and pathlib.Path(path).is_dir())
+  return (path, tensor) if colon and is_file and not pathlib.Path(model).exists() else None
 
 
 def _misplaced(options: argparse.Namespace) -> str | None:
   """What is wrong with options that are given together."""
   texts = options.text or options.held_out
+  if (options.drop or options.block is not None) and not options.pages:
+    return "`--drop` and `--block` are for `--pages`"
+  if (options.pages or options.bits is not None) and _array_of(options.model) is None:
+    return "`--pages` and `--bits` are for one table: give FILE.safetensors:TENSOR or ARRAY.npy"
+  if options.pages and (not options.counts or options.kl is not None):
+    return "`--pages` needs `--counts`, and `--bytes` or `--bits`"
+  if options.pages and (options.hidden or options.moments):
+    return "`--pages` needs no `--hidden` or `--moments`: a table of n-grams is only read"
   if _array_of(options.model) is not None:
     if texts or options.table or options.compare or options.runtime != UNPACKED:
       return "one table needs no `--text`, `--table`, `--compare` or `--runtime`: nothing is run"
@@ -195,18 +214,13 @@ def _compress_array(options: argparse.Namespace) -> None:
   path, tensor = _array_of(options.model)
   file = data_path(path, kind="model")
   check_output(options.out, "--out", folder=False)
-  if tensor is None:
-    table = _array(path, "model")
-  else:
-    tensors, _ = open_file(file)
-    if tensor not in tensors:
-      near = difflib.get_close_matches(tensor, tensors, 3, 0.0)
-      raise ValueError(
-        f"`model` must name a tensor of {file}; got {one_line(tensor)}. Similar names:"
-        f" {', '.join(map(one_line, near))}."
-      )
-    table = tensors[tensor].array
+  table = _array(path, "model") if tensor is None else open_rows(file, tensor)
+  if options.pages:
+    print(f"{_paged(options, table)}\nresult: {one_line(options.out)}")
+    return
   given = {"bytes": options.bytes, "kl": options.kl}
+  if options.bits is not None:
+    given["bytes"] = _bytes_at(options.bits, table)
   if options.moments:
     given["moments"] = read_moments(options.moments)
   else:
@@ -216,6 +230,23 @@ def _compress_array(options: argparse.Namespace) -> None:
   small = compress(table, **given)
   small.save(options.out)
   print(f"{small.report}\nresult: {one_line(options.out)}")
+
+
+def _bytes_at(bits: float, table: Any) -> int:
+  """The bytes of a table at so many bits a number."""
+  if not 0 < bits <= 32:
+    raise ValueError(f"`--bits` must be in (0, 32]; got {bits}. Give 0.5.")
+  return max(2, int(bits * table.shape[0] * table.shape[1] / 8))
+
+
+def _paged(options: argparse.Namespace, table: Any) -> RowsReport:
+  if options.bits is not None:
+    size = _bytes_at(options.bits, table)
+  else:
+    size = byte_budget(options.bytes, table.shape[0] * table.shape[1] * table.dtype.itemsize)
+  counts = _counts(options, table.shape[0])
+  given = {"size": size, "drop": options.drop, "rows_of_block": options.block}
+  return compress_rows(table, counts, options.out, **given)
 
 
 def _compress_tensors(options: argparse.Namespace) -> None:

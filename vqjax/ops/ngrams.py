@@ -16,27 +16,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Integer
+from jaxtyping import Array, Int, Integer, UInt32
 
 from vqjax.ops.vocab_parallel import on_any_axes
 from vqjax.ops.vocabulary import in_vocabulary
 
-__all__ = ["NGramHash", "PolynomialHash", "XorHash", "readings"]
+__all__ = ["NGramHash", "PolynomialHash", "XorHash", "count_rows", "readings"]
 
 LARGEST = 2**31 - 1
 """Largest number of rows: ids are int32."""
+
+TOKENS = 2**16
+"""Tokens of a text that are hashed at a time."""
 
 Tokens = Integer[np.ndarray, "*B T"] | Integer[Array, "*B T"]
 Previous = Integer[np.ndarray, "*B P"] | Integer[Array, "*B P"]
 Ids = Int[np.ndarray, "*B T H"] | Int[Array, "*B T H"]
 
 
+@runtime_checkable
 class NGramHash(Protocol):
   """A hash of n-grams.
 
@@ -442,6 +446,41 @@ def _primes(start: int) -> Iterator[int]:
 def _primes_from(start: int, count: int) -> list[int]:
   numbers = _primes(start)
   return [next(numbers) for _ in range(count)]
+
+
+def count_rows(
+  of: NGramHash,
+  tokens: Integer[np.ndarray, "T"] | Iterable[Integer[np.ndarray, "_"]],
+  rows: int | None = None,
+) -> UInt32[np.ndarray, "V"]:
+  """How often a text reads each row of a table, uint32 [rows].
+
+  Args:
+    of: the hash of the table.
+    tokens: the text [T], which may be mapped from a file, or texts one after the other; some of
+      their tokens are hashed at a time.
+    rows: number of rows of the table, at least those of the hash; None: as many.
+
+  Raises:
+    ValueError: the table has fewer rows than the hash, or a token is outside the vocabulary.
+  """
+  rows = of.rows if rows is None else rows
+  if rows < of.rows:
+    raise ValueError(
+      f"`rows` must be at least those of the hash, {of.rows}; got {rows}. Give the hash of this"
+      " table."
+    )
+  counts = np.zeros(rows, np.uint32)
+  for text in [tokens] if isinstance(tokens, np.ndarray) else tokens:
+    previous = None
+    for first in range(0, len(text), TOKENS):
+      own = np.asarray(text[first : first + TOKENS])
+      found, times = np.unique(of(own, previous), return_counts=True)
+      counts[found] += times.astype(np.uint32)
+      before = own if previous is None else np.concatenate([previous, own])
+      before = np.concatenate([np.full(of.order - 1, of.pad), before])
+      previous = before[len(before) - of.order + 1 :]
+  return counts
 
 
 class Reading(NamedTuple):

@@ -20,5 +20,9 @@ from .moments import Moments as Moments
 from .packing import PackedTable as PackedTable
 from .packing import pack as pack
 from .packing import units_of as units_of
+from .paged import RowsReport as RowsReport
+from .paged import compress_rows as compress_rows
 from .small_table import Int8Table as Int8Table
 from .small_table import SmallTable as SmallTable
+from .stored import KeptRows as KeptRows
+from .stored import StoredEmbedding as StoredEmbedding

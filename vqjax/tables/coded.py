@@ -225,7 +225,7 @@ def row_group_steps(
   return row_group.astype(np.uint8), (step * 2.0 ** (present / 2 - 1)).astype(np.float32)
 
 
-class _Sample(NamedTuple):
+class Sample(NamedTuple):
   """Some rows of a table, in order.
 
   Attributes:
@@ -341,7 +341,7 @@ class Coordinates:
       )
 
   @functools.cached_property
-  def _sample(self) -> _Sample:
+  def _sample(self) -> Sample:
     """Some rows of each row group: all of a small table."""
     row_group, steps = row_group_steps(self._p, self._basis.scale)
     count = np.bincount(row_group)
@@ -353,32 +353,60 @@ class Coordinates:
     first = np.concatenate([own[:: -(-len(own) // OF_ROW_GROUP)] for own in parts])
     weight = count / [len(own) for own in parts]
     x = self._scaled(rows, steps[row_group[rows]])
-    return _Sample(x, row_group[rows], np.searchsorted(rows, np.sort(first)), weight)
+    return Sample(x, row_group[rows], np.searchsorted(rows, np.sort(first)), weight)
 
   def _rates(self, step) -> tuple[container.Distributions, float]:
     """Distributions of the indices that the sample chooses, and the bits of all rows."""
     if step not in self._known:
-      some, row_groups = self._sample, len(self._sample.weight)
-      # At first all bits cost alike.
-      frequency = np.ones((1, container.SYMBOLS), np.uint16)
-      zeros = np.zeros((2, row_groups, self.shape[1]), np.uint8)
-      model = container.Distributions(frequency, zeros, zeros[0])
-      for rows in (some.first, slice(None)):
-        x, owner = some.x[rows] / np.float32(step), some.owner[rows]
-        levels = np.empty(x.shape, np.int32)
-
-        def of_block(own, x=x, owner=owner, model=model, levels=levels):
-          levels[own] = dependent_levels(x[own], owner[own], model)
-
-        for _ in container.side_by_side(of_block, _ranges(len(x))):
-          pass
-        model, bits = entropy_coder.distributions_of(levels, owner, row_groups)
-      self._known[step] = model, float(bits @ some.weight)
+      model, bits = learned_rates(self._sample, step)
+      self._known[step] = model, float(bits @ self._sample.weight)
     return self._known[step]
 
 
+def learned_rates(
+  some: Sample,
+  step: float,
+  restart: int = container.RESTART,
+  block: int | None = None,
+  dropped: int | None = None,
+  **options: Any,
+) -> tuple[container.Distributions, Float[np.ndarray, "C"]]:
+  """Distributions of the indices that a sample chooses, and the bits of row groups.
+
+  Args:
+    some: the sample.
+    step: step of a row of probability 1/V.
+    restart: rows that are coded together.
+    block: rows that are computed at a time, a multiple of `restart`; None: `BLOCK`.
+    dropped: row group whose integers are 0.
+    **options: those of `entropy_coder.distributions_of`.
+  """
+  row_groups, columns = len(some.weight), some.x.shape[1]
+  # At first all bits cost alike.
+  frequency = np.ones((1, container.SYMBOLS), np.uint16)
+  zeros = np.zeros((2, row_groups, columns), np.uint8)
+  model = container.Distributions(frequency, zeros, zeros[0], restart)
+  first = [some.first] * (2 if "weight" in options else 1)
+  for rows in (*first, slice(None)):
+    x, owner = some.x[rows] / np.float32(step), some.owner[rows]
+    levels = np.empty(x.shape, np.int32)
+
+    def of_block(own, x=x, owner=owner, model=model, levels=levels):
+      levels[own] = dependent_levels(x[own], owner[own], model, dropped)
+
+    for _ in container.side_by_side(of_block, _ranges(len(x), block)):
+      pass
+    model, bits = entropy_coder.distributions_of(
+      levels, owner, row_groups, restart=restart, **options
+    )
+  return model, bits
+
+
 def dependent_levels(
-  x: Float[np.ndarray, "R D"], row_group: UInt8[np.ndarray, "R"], model: container.Distributions
+  x: Float[np.ndarray, "R D"],
+  row_group: UInt8[np.ndarray, "R"],
+  model: container.Distributions,
+  dropped: int | None = None,
 ) -> Int[np.ndarray, "R D"]:
   """The integers of the dependent quantiser of the least squared error and bits.
 
@@ -386,12 +414,17 @@ def dependent_levels(
     x: coordinates in steps; row 0 begins a restart block.
     row_group: row group of each row.
     model: distributions, whose bits cost `BIT` each.
+    dropped: row group whose integers are 0; None: there is none.
   """
   rows, columns = x.shape
-  lanes, restart = container.lanes_of(columns), container.RESTART
+  if dropped is not None:
+    row_group = np.where(row_group == dropped, MOST_ROW_GROUPS, row_group)  # that of padding
+  lanes, restart = model.lanes, model.restart
   # A symbol that no sampled row had may still be the best.
   bits = container.PRECISION - np.log2(np.maximum(model.frequencies, 2.0**-4))
   bits[:, list(container.ESCAPES)] += 32
+  if model.codes_groups:
+    bits[model.frequencies == 0] = container.PRECISION + 32  # it is coded as an escape
   # Of one size, so that one program is compiled. What is behind the last row and column is 0,
   # whatever it costs.
   cost = np.full((entropy_coder.MOST_DISTRIBUTIONS + 1, container.SYMBOLS), 1e9, np.float32)
@@ -545,9 +578,10 @@ def check_table(table: Float[np.ndarray, "V D"]) -> None:
     )
 
 
-def _ranges(count: int) -> Iterator[Int[np.ndarray, "n"]]:
-  """The numbers below `count` in order, `BLOCK` at a time."""
-  return (np.arange(i, min(i + BLOCK, count)) for i in range(0, count, BLOCK))
+def _ranges(count: int, size: int | None = None) -> Iterator[Int[np.ndarray, "n"]]:
+  """The numbers below `count` in order, `size` or `BLOCK` at a time."""
+  size = size or BLOCK  # which a test may replace
+  return (np.arange(i, min(i + size, count)) for i in range(0, count, size))
 
 
 def _blocks(table):

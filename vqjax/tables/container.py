@@ -8,6 +8,10 @@ for each row. The integers are coded by rANS with static distributions: each tri
 quantiser and column uses one of a few distributions, and `RESTART` rows at a time are coded alone,
 so that any row can be read without those before it.
 
+A table of hundreds of millions of rows is coded in smaller blocks, and `PAGE` of them have an entry
+of an index. Its row groups are coded with the integers, and what has no symbol is behind them, so
+that nothing that grows with the table is read before a row is.
+
 Quantisers are dependent: each integer belongs to one of two quantisers, the even integers or 0
 and the odd ones, and the parities of the indices before it say to which. An index has
 a bit less than its integer, and a distribution of its quantiser.
@@ -18,6 +22,7 @@ This file imports NumPy only, so it may be copied to a machine without JAX:
 
   table = read_table("folder", "embedding")
   table.rows(5, 7)                  # float32 [2, D]
+  table[[17, 4, 17]]                # float32 [3, D]
 
 Within the library the same integers are decoded by a compiled loop, several times as fast.
 
@@ -40,10 +45,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["FORMAT", "MANIFEST", "VERSION", "CompressedTable", "read_table"]
+__all__ = ["FORMAT", "MANIFEST", "VERSION", "CompressedTable", "PagedTable", "read_table"]
 
 FORMAT = "vqjax-compressed-table"
-VERSION = 3
+VERSION, PAGED = 3, 4
+"""Versions of tables in one index, and in pages."""
 
 MANIFEST = "vqjax.json"
 """File of a folder that names its compressed tables."""
@@ -52,7 +58,13 @@ SEPARATOR = ".vqjax."
 """What separates the name of a table from that of its part, in names of tensors."""
 
 RESTART = 256
-"""Rows that are coded together, and decoded together."""
+"""Rows that are coded together, and decoded together, of a table that has no pages."""
+
+PAGE = 64
+"""Blocks that share a checksum in a table that has pages."""
+
+PAGES = np.dtype([("start", "<u8"), ("crc32", "<u4"), ("lengths", "<u2", PAGE)])
+"""What the index says of a page: its first word, its checksum, and the words of each block."""
 
 MOST_LANES, NUMBERS_OF_A_LANE = 16, 2**13
 """Streams of such rows, which are decoded side by side, and integers for which one more pays."""
@@ -112,7 +124,7 @@ def side_by_side(function: Callable, parts: Iterable) -> Iterator:
       yield one.result()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Distributions:
   """The distributions of a table of integers.
 
@@ -120,16 +132,21 @@ class Distributions:
     frequencies: probability of each symbol times 2^PRECISION, [K, SYMBOLS].
     distribution: which of them a quantiser, a row group and a column use, [2, C, D].
     shift: low bits of the indices of a row group and a column that are coded as they are, [C, D].
+    restart: rows that are coded together.
+    codes_groups: whether the row group of a row is coded before its integers, by the last of
+      `frequencies`; such blocks have one lane.
   """
 
   frequencies: np.ndarray
   distribution: np.ndarray
   shift: np.ndarray
+  restart: int = RESTART
+  codes_groups: bool = False
 
   @property
   def lanes(self) -> int:
     """Streams of a restart block."""
-    return lanes_of(self.shift.shape[1])
+    return lanes_of(self.shift.shape[1], self.restart)
 
   @functools.cached_property
   def padded(self) -> tuple[np.ndarray, np.ndarray]:
@@ -157,9 +174,9 @@ class Distributions:
     return frequency.ravel(), below.ravel(), symbols
 
 
-def lanes_of(columns: int) -> int:
+def lanes_of(columns: int, restart: int = RESTART) -> int:
   """Streams of a restart block of so many columns; column j is in stream j modulo their number."""
-  return min(MOST_LANES, max(1, RESTART * columns // NUMBERS_OF_A_LANE))
+  return min(MOST_LANES, max(1, restart * columns // NUMBERS_OF_A_LANE))
 
 
 class Streams(NamedTuple):
@@ -168,7 +185,8 @@ class Streams(NamedTuple):
   Attributes:
     words: words of all lanes, and one more that none has, uint16.
     place: first word of each lane, [B, L].
-    owner: row group of each row, [B, RESTART]; that of padding is behind the last.
+    owner: row group of each row, [B, R]; that of padding is behind the last. Row groups that are
+      coded are 0 here.
   """
 
   words: np.ndarray
@@ -176,8 +194,10 @@ class Streams(NamedTuple):
   owner: np.ndarray
 
 
-def decoded(streams: Streams, model: Distributions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """The integers of restart blocks, [B, RESTART, D and padding], last states and places [B, L].
+def decoded(
+  streams: Streams, model: Distributions
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+  """The integers of restart blocks, [B, R, D and padding], last states, places [B, L], row groups.
 
   An integer without a symbol is `FAR`, or one more if it is of the second quantiser.
   """
@@ -189,7 +209,7 @@ def decoded(streams: Streams, model: Distributions) -> tuple[np.ndarray, np.ndar
   which, shift = by_group(distribution), by_group(shift)
   words, place, last = streams.words.astype(np.int64), streams.place.ravel(), len(streams.words) - 1
   state, place = words[place] << 16 | words[place + 1], place + 2
-  result = np.empty((RESTART, groups, count, lanes), np.int32)
+  result, owner = np.empty((model.restart, groups, count, lanes), np.int32), streams.owner.copy()
   following = NEXT_STATE.astype(np.int64)
   before = np.zeros(count * lanes, np.int64)
 
@@ -198,8 +218,16 @@ def decoded(streams: Streams, model: Distributions) -> tuple[np.ndarray, np.ndar
     word = words[np.minimum(place, last)]
     return np.where(is_short, state << 16 | word, state), place + is_short
 
-  for row in range(RESTART):
-    own = streams.owner[:, row]
+  def symbol_of(of, state, place):
+    slot = state & 2**PRECISION - 1
+    symbol = symbols_of[(of << PRECISION) + slot].astype(np.int64)
+    at = of * SYMBOLS + symbol
+    return symbol, *refilled(frequency[at] * (state >> PRECISION) + slot - below[at], place)
+
+  for row in range(model.restart):
+    if model.codes_groups:
+      owner[:, row], state, place = symbol_of(len(model.frequencies) - 1, state, place)
+    own = owner[:, row]
     both, low_bits = which[:, own], shift[own]
     for group in range(groups):
       quantizer = before & 1
@@ -208,10 +236,7 @@ def decoded(streams: Streams, model: Distributions) -> tuple[np.ndarray, np.ndar
       if has_low := bits.any():
         low = state & (1 << bits) - 1
         state, place = refilled(state >> bits, place)
-      slot = state & 2**PRECISION - 1
-      symbol = symbols_of[(of << PRECISION) + slot].astype(np.int64)
-      at = of * SYMBOLS + symbol
-      state, place = refilled(frequency[at] * (state >> PRECISION) + slot - below[at], place)
+      symbol, state, place = symbol_of(of, state, place)
       index, odd = symbol - LARGEST, symbol & 1
       if has_low:
         index, odd = index << bits | low, np.where(bits > 0, low & 1, odd)
@@ -219,8 +244,25 @@ def decoded(streams: Streams, model: Distributions) -> tuple[np.ndarray, np.ndar
       level = np.where(symbol >= ESCAPES[0], FAR + quantizer, level)
       before = following[before, odd]
       result[row, group] = level.reshape(count, lanes)
-  levels = result.transpose(2, 0, 1, 3).reshape(count, RESTART, groups * lanes)
-  return levels, state.reshape(count, lanes), place.reshape(count, lanes)
+  levels = result.transpose(2, 0, 1, 3).reshape(count, model.restart, groups * lanes)
+  return levels, state.reshape(count, lanes), place.reshape(count, lanes), owner
+
+
+def _decoder(compiled: bool) -> Callable:
+  """The compiled form of `decoded`, unless this is a copy of the file."""
+  if compiled and __name__ == "vqjax.tables.container":
+    from vqjax.tables.entropy_coder import decoded as decode
+
+    return decode
+  return decoded
+
+
+def _put_far(levels: np.ndarray, index: np.ndarray) -> np.ndarray:
+  """A copy of the integers with those that have no symbol, in the order of their indices."""
+  is_far = levels <= FAR + 1
+  levels = levels.copy()
+  levels[is_far] = 2 * index - np.sign(index) * (levels[is_far] - FAR)
+  return levels
 
 
 def _decode_blocks(
@@ -232,9 +274,7 @@ def _decode_blocks(
   compiled: bool = True,
 ) -> np.ndarray:
   """The integers of the given restart blocks, [N, RESTART, D]; rows behind the last are 0."""
-  decode = decoded
-  if compiled and __name__ == "vqjax.tables.container":  # and not a copy of this file
-    from vqjax.tables.entropy_coder import decoded as decode
+  decode = _decoder(compiled)
   lengths = parts["lengths"].astype(np.int64)
   by_block = lengths.sum(axis=1)
   begins = np.cumsum(by_block) - by_block
@@ -259,7 +299,7 @@ def _decode_blocks(
     streams = Streams(
       np.concatenate([*coded, np.zeros(1, np.uint16)]), end - own, row_groups[chosen]
     )
-    levels, state, place = decode(streams, model)
+    levels, state, place, _ = decode(streams, model)
     levels = levels[..., :columns]
     if (state != LOWEST).any() or (place != end).any():
       raise _damaged("integers that do not end where they began")
@@ -268,9 +308,7 @@ def _decode_blocks(
       is_far = levels <= FAR + 1
       if (is_far.sum(axis=(1, 2)) != counts[chosen]).any():
         raise _damaged("another number of escapes")
-      index = np.concatenate(of_block)
-      levels = levels.copy()
-      levels[is_far] = 2 * index - np.sign(index) * (levels[is_far] - FAR)
+      levels = _put_far(levels, np.concatenate(of_block))
     found.append(levels)
   # Most calls decode one part, of which no copy is made.
   return found[-1] if len(found) <= 2 else np.concatenate(found)
@@ -284,14 +322,18 @@ class CompressedTable:
   """An entropy-coded table, of which rows are decoded when they are read.
 
   Attributes:
+    is_paged: whether its integers have pages, as those of `PagedTable`.
     shape: (V, D).
     stored: the parts, as `encode_table` returned them.
     nbytes: bytes of all parts.
+    restart: rows that are decoded together, R.
     row_group: row group of each row, [V].
     steps: step of each row group, [C].
     inverse: map from integers to rows, [D, D].
     mean: row that is added to each, [D].
   """
+
+  is_paged = False
 
   def __init__(self, stored: Mapping[str, np.ndarray]):
     """Read the arrays that `encode_table` returned.
@@ -302,48 +344,88 @@ class CompressedTable:
     self.stored = dict(stored)
     self.nbytes = sum(array.nbytes for array in stored.values())
     header = _header(stored)
-    self.shape = header["rows"], header["columns"]
+    self.shape, self.restart = (header["rows"], header["columns"]), header["restart"]
     arrays = {name: _part(name, stored, entry) for name, entry in header["parts"].items()}
     try:
-      self.row_group = arrays["row_group"]
       self.steps, self.mean, self.inverse = (arrays[n] for n in ("steps", "mean", "inverse"))
-      self._model = Distributions(arrays["frequencies"], arrays["distribution"], arrays["shift"])
-      self._parts = {name: arrays[name] for name in PARTS}
+      self._model = Distributions(
+        arrays["frequencies"],
+        arrays["distribution"],
+        arrays["shift"],
+        self.restart,
+        codes_groups=header["version"] == PAGED,
+      )
+      self._read(arrays)
     except KeyError as error:
       raise _damaged(f"no part {error}") from None
 
+  def _read(self, arrays):
+    self.row_group = arrays["row_group"]
+    self._parts = {name: arrays[name] for name in PARTS}
+
   def levels(self, first: int = 0, last: int | None = None) -> np.ndarray:
     """Rows `first` to `last` of the integers, int32."""
-    last = self.shape[0] if last is None else last
-    if not 0 <= first <= last <= self.shape[0]:
+    return self._range(first, last)[0]
+
+  def _range(self, first, last):
+    """Rows `first` to `last` of the integers, and their row groups."""
+    (rows, columns), restart = self.shape, self.restart
+    last = rows if last is None else last
+    if not 0 <= first <= last <= rows:
       raise IndexError(
-        f"rows must be in [0, {self.shape[0]}]; got {first} to {last}. Use those of the table."
+        f"rows must be in [0, {rows}]; got {first} to {last}. Use those of the table."
       )
     if first == last:
-      return np.empty((0, self.shape[1]), np.int32)
-    start, stop = first // RESTART, -(-last // RESTART)
-    found = self._levels_of(np.arange(start, stop)).reshape(-1, self.shape[1])
-    return found[first - start * RESTART : last - start * RESTART]
+      return np.empty((0, columns), np.int32), np.empty(0, np.uint8)
+    start, stop = first // restart, -(-last // restart)
+    own = slice(first - start * restart, last - start * restart)
+    levels, row_group = self._levels_of(np.arange(start, stop))
+    return levels.reshape(-1, columns)[own], row_group.reshape(-1)[own]
 
   def _levels_of(self, blocks, compiled=True):
-    """The integers of restart blocks, [N, RESTART, D]."""
+    """The integers of blocks, [N, R, D], and their row groups, [N, R]."""
     columns = self.shape[1]
-    return _decode_blocks(self._parts, self.row_group, self._model, columns, blocks, compiled)
+    levels = _decode_blocks(self._parts, self.row_group, self._model, columns, blocks, compiled)
+    ids = blocks[:, None] * self.restart + np.arange(self.restart)
+    return levels, self.row_group[ids.clip(max=self.shape[0] - 1)]
 
   def rows(self, first: int = 0, last: int | None = None) -> np.ndarray:
     """Rows `first` to `last` of the table, float32."""
-    levels = self.levels(first, last)
-    return self._composed(levels, self.row_group[first : first + len(levels)])
+    return self._composed(*self._range(first, last))
 
-  def blocks_of_rows(self, blocks: np.ndarray, compiled: bool = True) -> np.ndarray:
-    """The rows of the given blocks of `RESTART` rows, float32 [N, RESTART, D].
+  def __getitem__(self, ids: np.ndarray) -> np.ndarray:
+    """The rows of tokens [*B], float32 [*B, D]; see `take`."""
+    return self.take(ids)
 
-    What is behind the last row of the table is not a row. Inside of a callback of a JAX program the
-    decoder must not be a compiled one, whose devices the program may hold.
+  def take(self, ids: np.ndarray, compiled: bool = True) -> np.ndarray:
+    """The rows of tokens [*B], float32 [*B, D]; no block is decoded but theirs.
+
+    Args:
+      ids: the tokens.
+      compiled: whether the decoder may be a compiled one. Inside of a callback of a JAX program it
+        must not, since the program may hold its devices.
+
+    Raises:
+      IndexError: a token is outside [0, V).
     """
-    levels = self._levels_of(blocks, compiled)
-    ids = (blocks[:, None] * RESTART + np.arange(RESTART)).clip(max=self.shape[0] - 1)
-    return self._composed(levels, self.row_group[ids])
+    ids = np.asarray(ids)
+    rows, columns = self.shape
+    if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= rows):
+      got = f"{ids.min()} to {ids.max()}" if ids.dtype.kind in "iu" else ids.dtype
+      raise IndexError(
+        f"`ids` must be integers in [0, {rows}); got {got}. Use the tokenizer of the table."
+      )
+    flat = ids.ravel().astype(np.int64)
+    blocks, where = np.unique(flat // self.restart, return_inverse=True)
+    found = np.empty((len(flat), columns), np.float32)
+    # Some blocks at a time: all of a large table would be a copy of it.
+    at_once = max(32, 2**22 // (self.restart * columns))
+    for first in range(0, len(blocks), at_once):
+      levels, row_group = self._levels_of(blocks[first : first + at_once], compiled)
+      own = (where >= first) & (where < first + at_once)
+      place = where[own] - first, flat[own] % self.restart
+      found[own] = self._composed(levels[place], row_group[place])
+    return found.reshape(*ids.shape, columns)
 
   def _composed(self, levels, row_group):
     scaled = np.multiply(levels, self.steps[row_group][..., None], dtype=np.float32)
@@ -355,6 +437,71 @@ class CompressedTable:
     """All rows in order, `size` at a time; each core of the machine decodes some."""
     of = lambda first: self.rows(first, min(first + size, self.shape[0]))
     return side_by_side(of, range(0, self.shape[0], size))
+
+
+class PagedTable(CompressedTable):
+  """A table in small blocks, whose index and integers stay in the file until they are read.
+
+  A page is compared with its checksum when a block of it is read for the first time. Memory does
+  not grow with the table, but for a byte a page.
+  """
+
+  is_paged = True
+
+  def _read(self, arrays):
+    self._words, self._pages = arrays["words"], arrays["pages"].view(PAGES).reshape(-1)
+    self._is_checked = np.zeros(len(self._pages), bool)
+    if len(self._pages) * PAGE * self.restart < self.shape[0]:
+      raise _damaged("fewer pages than rows")
+
+  def _levels_of(self, blocks, compiled=True):
+    found, model = [], self._model
+    for at in range(0, len(blocks), AT_ONCE):
+      chosen = blocks[at : at + AT_ONCE]
+      numbers, where = np.unique(chosen // PAGE, return_inverse=True)
+      pages = self._pages[numbers]
+      self._check(numbers, pages)
+      lengths = pages["lengths"].astype(np.int64)
+      begins = pages["start"].astype(np.int64)[:, None] + np.cumsum(lengths, axis=1) - lengths
+      length, begin = lengths[where, chosen % PAGE], begins[where, chosen % PAGE]
+      end = np.cumsum(length)
+      words = self._words[np.arange(end[-1]) + np.repeat(begin - end + length, length)]
+      streams = Streams(
+        np.append(words, np.uint16(0)),
+        (end - length)[:, None],
+        np.zeros((len(chosen), self.restart), np.uint8),
+      )
+      levels, state, place, owner = _decoder(compiled)(streams, model)
+      far = (levels <= FAR + 1).sum(axis=(1, 2)) if levels.min() <= FAR + 1 else 0 * end
+      if (state != LOWEST).any() or (place[:, 0] + 2 * far != end).any():
+        raise _damaged("integers that do not end where they began")
+      if far.any():
+        # Behind the integers of a block, two words each.
+        at_far = np.repeat(end - 2 * np.cumsum(far), far) + 2 * np.arange(far.sum())
+        low, high = words[at_far].astype(np.uint32), words[at_far + 1].astype(np.uint32)
+        levels = _put_far(levels, (high << 16 | low).view(np.int32))
+      found.append((levels, owner))
+    return tuple(np.concatenate(part) for part in zip(*found)) if len(found) != 1 else found[0]
+
+  def _check(self, numbers, pages):
+    for number, page in zip(numbers, pages):
+      if not self._is_checked[number]:
+        start, size = int(page["start"]), int(page["lengths"].sum())
+        own = self._words[start : start + size]
+        if len(own) != size or page_checksum(own, page["lengths"]) != page["crc32"]:
+          first = number * PAGE * self.restart
+          raise _damaged(f"another checksum of rows {first} to {first + PAGE * self.restart - 1}")
+        self._is_checked[number] = True
+
+
+def page_checksum(words: np.ndarray, lengths: np.ndarray) -> int:
+  """The CRC-32 of the words of a page and of their numbers."""
+  return zlib.crc32(lengths.tobytes(), zlib.crc32(words.tobytes()))
+
+
+def table_of(stored: Mapping[str, np.ndarray]) -> CompressedTable:
+  """The table of the parts of either version."""
+  return (PagedTable if _header(stored)["version"] == PAGED else CompressedTable)(stored)
 
 
 def _header(stored):
@@ -369,7 +516,7 @@ def _header(stored):
     raise _damaged("a header that is not JSON") from None
   found = header["format"], header["version"], header["restart"]
   wanted = FORMAT, VERSION, RESTART
-  if found != wanted:
+  if found != wanted and found[:2] != (FORMAT, PAGED):
     raise ValueError(
       f"format, version and restart of the table must be {wanted}; got {found}. Read it with"
       " the version of vqjax that wrote it."
@@ -390,7 +537,7 @@ def _part(name, stored, entry):
     data = np.ascontiguousarray(planes.T).ravel()
   elif data.nbytes % dtype.itemsize or data.nbytes != np.prod(shape) * dtype.itemsize:
     raise _damaged(f"{data.nbytes} bytes of {name}")
-  # Of the words each restart block has a checksum, which is checked where it is decoded.
+  # Of the words each block or page has a checksum, which is checked where it is decoded.
   elif name.endswith("sums") and zlib.crc32(data.tobytes()) != entry["crc32"]:
     raise _damaged(f"another checksum of {name}")
   return data.view(dtype).reshape(shape)
@@ -409,7 +556,7 @@ def read_table(folder: str | pathlib.Path, name: str = "embedding") -> Compresse
   """
   folder = pathlib.Path(folder)
   if folder.is_file():
-    return CompressedTable(_bytes_of(folder, "table" + SEPARATOR))
+    return table_of(_bytes_of(folder, "table" + SEPARATOR))
   manifest = folder / MANIFEST
   if not manifest.is_file():
     raise FileNotFoundError(

@@ -38,7 +38,17 @@ from vqjax.tables.container import (
   side_by_side,
 )
 
-__all__ = ["coded_bytes", "decoded", "distributions_of", "encode_table", "indices"]
+__all__ = [
+  "coded_bytes",
+  "decoded",
+  "distributions_of",
+  "encode_blocks",
+  "encode_table",
+  "indices",
+  "sealed_header",
+  "small_parts",
+  "stored_parts",
+]
 
 MOST_DISTRIBUTIONS = 255
 """Most distributions; one more codes nothing in padding."""
@@ -59,28 +69,28 @@ Integers = Any
 """Integers [V, D]: an array, or what has a shape and gives rows as an array does."""
 
 
-def _blocks_at_once(rows: int, columns: int) -> int:
+def _blocks_at_once(rows: int, columns: int, restart: int) -> int:
   """Restart blocks that are coded side by side: a power of 2, so that few programs are compiled."""
-  blocks = 2 ** math.ceil(math.log2(-(-rows // RESTART)))
-  return min(blocks, max(1, AT_ONCE // lanes_of(columns)))
+  blocks = 2 ** math.ceil(math.log2(-(-rows // restart)))
+  return min(blocks, max(1, AT_ONCE // lanes_of(columns, restart)))
 
 
-def _parts(rows: int, columns: int) -> list[slice]:
+def _parts(rows: int, columns: int, restart: int = RESTART) -> list[slice]:
   """The rows in order, some whole restart blocks at a time."""
-  step = RESTART * _blocks_at_once(rows, columns)
+  step = restart * _blocks_at_once(rows, columns, restart)
   return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 def _filled(
-  levels: Integers, row_group: np.ndarray, own: slice, row_groups: int
+  levels: Integers, row_group: np.ndarray, own: slice, row_groups: int, restart: int = RESTART
 ) -> tuple[Int[np.ndarray, "B R D"], UInt8[np.ndarray, "B R"]]:
   """Rows of whole restart blocks and their row groups; what is behind the last codes nothing."""
   rows = np.asarray(levels[own], np.int32)
-  count = RESTART * _blocks_at_once(*levels.shape)
-  missing, columns = count - len(rows), -rows.shape[1] % lanes_of(rows.shape[1])
+  count = restart * _blocks_at_once(*levels.shape, restart)
+  missing, columns = count - len(rows), -rows.shape[1] % lanes_of(rows.shape[1], restart)
   owner = np.pad(row_group[own], (0, missing), constant_values=row_groups)
   rows = np.pad(rows, ((0, missing), (0, columns))) if missing or columns else rows
-  return rows.reshape(-1, RESTART, rows.shape[1]), owner.reshape(-1, RESTART)
+  return rows.reshape(-1, restart, rows.shape[1]), owner.reshape(-1, restart)
 
 
 def _by_lane(x_BRD: Array, lanes: int) -> Array:
@@ -164,16 +174,28 @@ def distributions_of(
   levels: Integers,
   row_group: UInt8[np.ndarray, "V"],
   row_groups: int,
+  *,
+  restart: int = RESTART,
+  weight: Float[np.ndarray, "C"] | None = None,
 ) -> tuple[Distributions, Float[np.ndarray, "C"]]:
   """Few distributions for row groups and columns of integers [V, D], and the bits of row groups.
 
   Histograms of quantisers, row groups and columns are clustered by the bits that they cost under
   the distribution of their cluster.
+
+  Args:
+    levels: the integers.
+    row_group: row group of each row.
+    row_groups: number of row groups, C.
+    restart: rows that are coded together.
+    weight: rows of the table for which one of a row group stands. Row groups are then coded too,
+      and every distribution has escapes, for integers that no row here has. None: all rows of the
+      table are here.
   """
   rows, columns = levels.shape
   count = np.bincount(row_group, minlength=row_groups)
   squares = np.zeros((row_groups, columns))
-  parts = _parts(rows, columns)
+  parts = _parts(rows, columns, restart)
   for own in parts:
     of_group = (row_group[own] == np.arange(row_groups)[:, None]).astype(np.float32)
     squares += of_group @ np.square(levels[own], dtype=np.float32)
@@ -182,8 +204,8 @@ def distributions_of(
   shift = np.clip(np.floor(np.log2(np.maximum(root, 1) / 12)), 0, 16).astype(np.uint8)
 
   def count_part(own):
-    filled = _filled(levels, row_group, own, row_groups)
-    place, are_own = _histogram_places(*filled, shift, lanes=lanes_of(columns))
+    filled = _filled(levels, row_group, own, row_groups, restart)
+    place, are_own = _histogram_places(*filled, shift, lanes=lanes_of(columns, restart))
     _check(are_own)
     return np.bincount(np.asarray(place).ravel(), minlength=cells + 1)[:cells]
 
@@ -192,7 +214,11 @@ def distributions_of(
   for counted in side_by_side(count_part, parts):
     flat += counted
   flat = flat.reshape(-1, SYMBOLS)
-  most = min(MOST_DISTRIBUTIONS, max(1, rows * columns // 2**15))
+  if weight is not None:
+    count = count * weight
+    flat = flat * np.repeat(np.tile(weight, 2), columns)[:, None]
+    flat += 1e-6 * _may_be_seen(flat)
+  most = min(MOST_DISTRIBUTIONS - (weight is not None), max(1, rows * columns // 2**15))
   frequencies, distribution = clusters(flat, most)
   bits = PRECISION - np.log2(np.maximum(frequencies, 1))
   bits[:, list(ESCAPES)] += 32
@@ -203,7 +229,22 @@ def distributions_of(
   total = total.reshape(2, row_groups, columns).sum(axis=(0, 2))
   total += count * shift.sum(axis=1, dtype=np.int64)
   distribution = distribution.reshape(2, row_groups, columns).astype(np.uint8)
-  return Distributions(frequencies, distribution, shift), total
+  if weight is None:
+    return Distributions(frequencies, distribution, shift, restart), total
+  of_groups = _quantised(np.pad(count.astype(float), (0, SYMBOLS - row_groups)))
+  total += count * (PRECISION - np.log2(np.maximum(of_groups[:row_groups], 1.0)))
+  frequencies = np.concatenate([frequencies, of_groups[None]])
+  return Distributions(frequencies, distribution, shift, restart, codes_groups=True), total
+
+
+def _may_be_seen(histograms: Float[np.ndarray, "N S"]) -> Bool[np.ndarray, "N S"]:
+  """Symbols that other rows than those that were counted may have: near seen ones, and escapes."""
+  seen, number = histograms[:, : min(ESCAPES) - 1] > 0, np.arange(SYMBOLS)
+  first = np.where(seen.any(axis=1), seen.argmax(axis=1), SYMBOLS)[:, None]
+  last = (seen.shape[1] - 1 - seen[:, ::-1].argmax(axis=1))[:, None]
+  more = (last - first) // 4 + 2
+  is_near = (number >= first - more) & (number <= last + more) & (number < seen.shape[1])
+  return is_near | np.isin(number, ESCAPES)
 
 
 def clusters(histograms: np.ndarray, most: int, steps: int = 6) -> tuple[np.ndarray, np.ndarray]:
@@ -255,7 +296,8 @@ def _quantised(counts: np.ndarray) -> np.ndarray:
   return parts.astype(np.uint16)
 
 
-def _arguments(model: Distributions) -> dict[str, np.ndarray]:
+@functools.lru_cache(maxsize=4)
+def _arguments(model: Distributions) -> dict[str, Array]:
   """A model as arguments of compiled functions, of few shapes.
 
   `pairs` has a frequency in its high half and the sum of those before it in the low half.
@@ -269,10 +311,8 @@ def _arguments(model: Distributions) -> dict[str, np.ndarray]:
   slots = np.zeros(256 << PRECISION, np.uint8)
   slots[: len(of_slots)] = of_slots
   padded = np.pad(distribution, ((0, 0), *classes)), np.pad(shift, classes)
-  return {
-    "distribution": by_group(padded[0]), "shift": by_group(padded[1]),
-    "pairs": pairs, "slots": slots,
-  }  # fmt: skip
+  found = {"distribution": by_group(padded[0]), "shift": by_group(padded[1])}
+  return {name: jnp.asarray(x) for name, x in (found | {"pairs": pairs, "slots": slots}).items()}
 
 
 def _of_row(model_CGL: Array, owner_B: Array) -> Array:
@@ -397,7 +437,66 @@ def _far_indices(levels_BRD, owner_BR, shift) -> tuple[np.ndarray, np.ndarray]:
   return np.concatenate([np.zeros(0, np.int32), *far]), counts
 
 
-def decoded(streams: Streams, model: Distributions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def encode_blocks(
+  levels: Int[np.ndarray, "B R D"], row_group: UInt8[np.ndarray, "B R"], model: Distributions
+) -> tuple[UInt16[np.ndarray, "W"], Int[np.ndarray, "B"]]:
+  """The words of blocks of a `PagedTable` one behind the other, and the number of each.
+
+  By NumPy: of blocks with one lane each there are many, and most integers write no word.
+  """
+  (blocks, rows, columns), last = levels.shape, 2**PRECISION
+  fill = 2 ** math.ceil(math.log2(blocks)) - blocks  # so that few programs are compiled
+  *both, are_own = _indices(np.pad(levels, ((0, fill), (0, 0), (0, 0))), lanes=1)
+  _check(are_own)
+  index, quantizer = (np.asarray(x)[:blocks] for x in both)
+  frequency, below, _ = model.tables
+  shift = model.shift[row_group].astype(np.int32)
+  of = model.distribution[quantizer, row_group[..., None], np.arange(columns)].astype(np.int64)
+  high = index >> shift
+  is_far = np.abs(high) > LARGEST
+  at = of * SYMBOLS + np.where(is_far, 0, high + LARGEST)
+  # What no row of the sample had has no probability.
+  is_far |= frequency[at] == 0
+  at = np.where(is_far, of * SYMBOLS + ESCAPES[0] + (index & 1), at)
+  by_number = lambda x: np.ascontiguousarray(x.reshape(blocks, -1).T)
+  frequencies, sums = by_number(frequency[at]), by_number(below[at])
+  has_low = bool(model.shift.any())
+  lows, bits = by_number(index & ((1 << shift) - 1)), by_number(shift)
+  at_group = (len(model.frequencies) - 1) * SYMBOLS + row_group.T.astype(np.int64)
+
+  width = rows * (columns * (1 + has_low) + 1) + 2
+  out, place = np.zeros((blocks, width), np.uint16), np.full(blocks, width)
+  state = np.full(blocks, LOWEST, np.int64)
+
+  def put(lanes):
+    place[lanes] -= 1
+    out[lanes, place[lanes]] = state[lanes] & 0xFFFF
+    state[lanes] >>= 16
+
+  def code(own, sum_before):
+    put(np.flatnonzero(state >> (32 - PRECISION) >= own))
+    state[:] = state // own * last + state % own + sum_before
+
+  for row in reversed(range(rows)):
+    for number in reversed(range(row * columns, (row + 1) * columns)):
+      code(frequencies[number], sums[number])
+      if has_low:
+        put(np.flatnonzero((bits[number] > 0) & (state >> (32 - bits[number]) > 0)))
+        state[:] = state << bits[number] | lows[number]
+    code(frequency[at_group[row]], below[at_group[row]])
+  for _ in range(2):  # the decoder begins with the high half of the state
+    put(np.arange(blocks))
+  words, lengths = out[np.arange(width) >= place[:, None]], width - place
+  far = is_far.sum(axis=(1, 2))
+  if far.any():
+    behind = index[is_far].astype("<i4").view("<u2")
+    words = np.insert(words, np.repeat(np.cumsum(lengths), 2 * far), behind)
+  return words, lengths + 2 * far
+
+
+def decoded(
+  streams: Streams, model: Distributions
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
   """The compiled form of `vqjax.tables.container.decoded`."""
   count, _ = streams.place.shape
   # Few shapes, so that few programs are compiled; blocks that are not there are again the first.
@@ -405,14 +504,15 @@ def decoded(streams: Streams, model: Distributions) -> tuple[np.ndarray, np.ndar
   fill = lambda x: np.concatenate([x, np.repeat(x[:1], blocks - count, axis=0)])
   length = max(LEAST_WORDS, 2 ** math.ceil(math.log2(len(streams.words))))
   words = np.pad(streams.words, (0, length - len(streams.words)))
-  levels, state, place = _decoded(
+  found = _decoded(
     words, fill(streams.place).astype(np.int32), fill(streams.owner).astype(np.uint8),
     **_arguments(model), has_low=bool(model.shift.any()),
+    groups_of=len(model.frequencies) - 1 if model.codes_groups else None,
   )  # fmt: skip
-  return tuple(np.asarray(x)[:count] for x in (levels, state, place))
+  return tuple(np.asarray(x)[:count] for x in found)
 
 
-@functools.partial(jax.jit, static_argnames="has_low")
+@functools.partial(jax.jit, static_argnames=("has_low", "groups_of"))
 def _decoded(
   words: UInt16[Array, "W"],
   place: Int[Array, "B L"],
@@ -423,7 +523,8 @@ def _decoded(
   slots: UInt8[Array, "M"],
   *,
   has_low: bool,
-) -> tuple[Int[Array, "B R D"], UInt32[Array, "B L"], Int[Array, "B L"]]:
+  groups_of: int | None,
+) -> tuple[Int[Array, "B R D"], UInt32[Array, "B L"], Int[Array, "B L"], UInt8[Array, "B R"]]:
   following = jnp.asarray(NEXT_STATE, jnp.int32)
   last = len(words) - 1
 
@@ -431,6 +532,13 @@ def _decoded(
     is_short = state < LOWEST
     word = words[jnp.minimum(place, last)].astype(jnp.uint32)
     return jnp.where(is_short, state << 16 | word, state), place + is_short
+
+  def symbol_of(of, state, place):
+    slot = state & (2**PRECISION - 1)
+    symbol = slots[(of << PRECISION) + slot.astype(jnp.int32)].astype(jnp.int32)
+    pair = pairs[of * SYMBOLS + symbol]
+    state = (pair >> 16) * (state >> PRECISION) + slot - (pair & 0xFFFF)
+    return symbol, *refilled(state, place)
 
   def column(carry, own):
     before, state, place = carry
@@ -441,11 +549,7 @@ def _decoded(
       low = (state & ((jnp.uint32(1) << bits) - 1)).astype(jnp.int32)
       state, place = refilled(state >> bits, place)
     of = jnp.where(quantizer > 0, one, zero).astype(jnp.int32)
-    slot = state & (2**PRECISION - 1)
-    symbol = slots[(of << PRECISION) + slot.astype(jnp.int32)].astype(jnp.int32)
-    pair = pairs[of * SYMBOLS + symbol]
-    state = (pair >> 16) * (state >> PRECISION) + slot - (pair & 0xFFFF)
-    state, place = refilled(state, place)
+    symbol, state, place = symbol_of(of, state, place)
     index = symbol - LARGEST
     odd = symbol & 1
     if has_low:
@@ -456,13 +560,20 @@ def _decoded(
     return (following[before, odd], state, place), level
 
   def row(carry, owner_B):
+    if groups_of is not None:
+      before, state, place = carry
+      symbol, state, place = symbol_of(jnp.full_like(before, groups_of), state, place)
+      carry, owner_B = (before, state, place), symbol[:, 0].astype(owner.dtype)
     own = [_of_row(x, owner_B) for x in (*distribution, shift)]
-    return lax.scan(column, carry, tuple(own))
+    # Unrolled: a step is short, and of few blocks the loop itself would take most of the time.
+    carry, levels_GBL = lax.scan(column, carry, tuple(own), unroll=4)
+    return carry, (levels_GBL, owner_B)
 
   state = words[place].astype(jnp.uint32) << 16 | words[place + 1].astype(jnp.uint32)
   start = jnp.zeros(place.shape, jnp.int32), state, place + 2
-  (_, state, place), levels_RGBL = lax.scan(row, start, owner.T)
-  return levels_RGBL.transpose(2, 0, 1, 3).reshape(*owner.shape, -1), state, place
+  (_, state, place), (levels_RGBL, owner_RB) = lax.scan(row, start, owner.T)
+  levels = levels_RGBL.transpose(2, 0, 1, 3).reshape(*owner.shape, -1)
+  return levels, state, place, owner_RB.T
 
 
 def encode_table(coded: Any, progress: Callable[[float], None] = lambda part: None) -> dict:
@@ -478,12 +589,20 @@ def encode_table(coded: Any, progress: Callable[[float], None] = lambda part: No
   row_groups, (rows, columns) = len(coded.steps), levels.shape
   model, _ = distributions_of(levels, row_group, row_groups)
   arrays = _encode_integers(levels, row_group, model, progress)
-  stored, entries = _stored(arrays | {"row_group": row_group} | _small(coded, model))
-  header = {"format": FORMAT, "version": VERSION, "rows": rows, "columns": columns}
-  header |= {"classes": row_groups, "restart": RESTART, "lanes": model.lanes, "parts": entries}
+  stored, entries = stored_parts(arrays | {"row_group": row_group} | small_parts(coded, model))
+  fields = {"rows": rows, "columns": columns, "classes": row_groups, "restart": RESTART}
+  fields["lanes"] = model.lanes
+  return {"header": sealed_header(VERSION, fields, entries)} | stored
+
+
+def sealed_header(
+  version: int, fields: dict[str, int], entries: dict[str, Any]
+) -> UInt8[np.ndarray, "n"]:
+  """The part that says what the others are, with its checksum."""
+  header = {"format": FORMAT, "version": version, "parts": entries} | fields
   text = json.dumps(header, sort_keys=True)
   sealed = json.dumps({"crc32": zlib.crc32(text.encode()), "header": header}, sort_keys=True)
-  return {"header": np.frombuffer(sealed.encode(), np.uint8)} | stored
+  return np.frombuffer(sealed.encode(), np.uint8)
 
 
 def coded_bytes(coded: Any, model: Distributions | None = None, bits: float = 0.0) -> int:
@@ -500,11 +619,11 @@ def coded_bytes(coded: Any, model: Distributions | None = None, bits: float = 0.
     bits = of_groups.sum()
   # A lane has a state of 32 bits, of which 17 say something, and a length; a block a checksum.
   bits += -(-len(row_group) // RESTART) * (model.lanes * (15 + 12) + 32)
-  small = _stored({"row_group": row_group} | _small(coded, model))[0]
+  small = stored_parts({"row_group": row_group} | small_parts(coded, model))[0]
   return int(bits / 8 + sum(array.nbytes for array in small.values()) + SIZE_OF_HEADER)
 
 
-def _small(coded, model):
+def small_parts(coded, model):
   """The parts of which nothing depends on the number of rows."""
   return {
     "frequencies": model.frequencies,
@@ -516,7 +635,7 @@ def _small(coded, model):
   }
 
 
-def _stored(arrays):
+def stored_parts(arrays):
   """Arrays as bytes, and what the header says of each."""
   stored, entries = {}, {}
   for name, array in arrays.items():

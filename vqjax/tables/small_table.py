@@ -4,6 +4,7 @@
 #
 #   codec      form                  rows                        head, embedding
 #   integers   CompressedTable       entropy-decoded             dense, float32
+#              PagedTable            decoded when they are read  StoredEmbedding
 #   packed     PackedTable           whole bits, read in place   PackedHead, PackedEmbedding
 #   int8       Int8Table             8-bit levels times scales   DenseHead tied to an Int8Embedding
 #   codes      CompactEmbedding      values that codes choose    ProductHead or CodebookHead
@@ -38,7 +39,8 @@ from vqjax.embeddings.table_file import open_tensors
 from vqjax.heads import DenseHead, Head
 from vqjax.ops import bit_packing
 from vqjax.ops.vocabulary import host_array
-from vqjax.tables.container import RESTART, SEPARATOR, CompressedTable
+from vqjax.tables.container import SEPARATOR, CompressedTable, table_of
+from vqjax.tables.stored import KeptRows, StoredEmbedding
 
 __all__ = ["Int8Table", "SmallTable"]
 
@@ -93,14 +95,7 @@ class _Integers:
 
   @staticmethod
   def rows(table, ids):
-    blocks, where = np.unique(ids // RESTART, return_inverse=True)
-    found = np.empty((len(ids), table.shape[1]), np.float32)
-    # Some blocks at a time: all of a large table would be a copy of it.
-    for first in range(0, len(blocks), 32):
-      decoded = table.blocks_of_rows(blocks[first : first + 32])
-      own = (where >= first) & (where < first + 32)
-      found[own] = decoded[where[own] - first, ids[own] % RESTART]
-    return found
+    return table[ids]
 
   @staticmethod
   def nbytes(table):
@@ -113,7 +108,7 @@ class _Integers:
   @staticmethod
   def read(meta, tensors):
     del meta
-    return CompressedTable(
+    return table_of(
       {n.removeprefix(NAME): array for n, array in tensors.items() if n.startswith(NAME)}
     )
 
@@ -126,6 +121,8 @@ class _Integers:
 
   @staticmethod
   def embedding(small, fields):
+    if small.form.is_paged:
+      return StoredEmbedding(*small.shape, KeptRows(small.form), **fields), {}
     weight = jnp.asarray(small.table())
     return DenseEmbedding(*small.shape, **fields), {"params": {"weight": weight}}
 
@@ -204,6 +201,9 @@ def _vectors(compact, ids):
   return compact(ids).astype(jnp.float32)
 
 
+_unpacked = jax.jit(bit_packing.bit_unpacked_rows, static_argnums=(2, 3))
+
+
 class _Codes:
   """What a small table does with codes of vectors."""
 
@@ -232,9 +232,7 @@ class _Codes:
     embedding = ProductEmbedding(
       *small.shape, form.codes, form.subspaces, shared, form.additive, **fields
     )
-    codes = bit_packing.bit_unpacked_rows(
-      jnp.asarray(form.data), jnp.arange(form.vocab), form.subspaces, form.bits
-    )
+    codes = _unpacked(form.data, np.arange(form.vocab), form.subspaces, form.bits)
     codes = codes.astype(embedding.declare()["codes"].dtype)
     return embedding, {"params": params, "codes": {"codes": codes}}
 

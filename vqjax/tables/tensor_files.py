@@ -6,12 +6,16 @@ its name, number format and shape. Files of other libraries have none.
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import json
 import math
 import mmap
 import os
+import pathlib
+import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -181,6 +185,62 @@ def open_file(
     own = None if checksums is None else checksums[name]
     tensors[name] = StoredTensor(array, entry["dtype"], _named(name, array), own)
   return tensors, metadata
+
+
+class RowShards:
+  """Tensors of one width, one behind the other, as one table that gives slices of rows.
+
+  Attributes:
+    shape: shape of the table, (V, D).
+    dtype: dtype of its rows.
+  """
+
+  def __init__(self, shards: Sequence[np.ndarray]):
+    self._shards, self.dtype = shards, shards[0].dtype
+    self._ends = [0, *itertools.accumulate(map(len, shards))]
+    self.shape = self._ends[-1], shards[0].shape[1]
+
+  def __len__(self) -> int:
+    return self.shape[0]
+
+  def __getitem__(self, rows: slice) -> np.ndarray:
+    first, last, _ = rows.indices(len(self))
+    begins = zip(self._shards, self._ends)
+    parts = [x[max(first - begin, 0) : max(last - begin, 0)] for x, begin in begins]
+    parts = [part for part in parts if len(part)] or parts[:1]
+    if len(parts) == 1:
+      return parts[0]
+    joined = np.concatenate(parts)
+    for part in parts:
+      release(part)
+    return joined
+
+
+def open_rows(path: str | os.PathLike[str], name: str) -> np.ndarray | RowShards:
+  """A tensor of a file or of a folder of safetensors, or what `NAME.shard_I.weight` are together.
+
+  Raises:
+    ValueError: there is no such tensor, or a shard is missing.
+  """
+  path = pathlib.Path(path)
+  files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+  tensors = {key: x.array for file in files for key, x in open_file(file)[0].items()}
+  if name in tensors:
+    return tensors[name]
+  pattern = re.escape(name.removesuffix(".weight")) + r"\.shard_(\d+)\.weight"
+  shards = {int(m[1]): tensors[key] for key in tensors if (m := re.fullmatch(pattern, key))}
+  if not shards:
+    near = difflib.get_close_matches(name, tensors, 3, 0.0)
+    raise ValueError(
+      f"`model` must name a tensor of {path}; got {ascii(name)[1:-1]}. Similar names:"
+      f" {', '.join(ascii(key)[1:-1] for key in near)}."
+    )
+  if missing := set(range(len(shards))) - set(shards):
+    raise ValueError(
+      f"{path} must have all shards of {name}; got {len(shards)} without shard {min(missing)}."
+      " Download the other files."
+    )
+  return RowShards([shards[number] for number in range(len(shards))])
 
 
 def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:

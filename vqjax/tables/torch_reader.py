@@ -24,6 +24,9 @@ FORMAT = "vqjax-table"
 VERSION = "1"
 CODECS = ("integers", "packed", "int8", "codes")
 DTYPES = ("float32", "bfloat16", "float16")
+INTEGERS = "table.vqjax."
+"""What names of the parts of integers begin with, which another file reads."""
+
 CHUNK = 2**22
 TILE = 4096
 """Rows that are unpacked at a time, so that a table [V, D] never exists."""
@@ -33,7 +36,8 @@ class TorchTable(torch.nn.Module):
   """The vectors of a small table, and the scores of a head with these vectors.
 
   Its arrays are buffers: `to` moves them, and no optimiser trains them. Codes, levels and packed
-  bits stay as they are; integers are decoded to float32 once.
+  bits stay as they are; integers are decoded to float32 once. Those of a table that has pages stay
+  in the file: the rows of tokens are decoded by the host.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
@@ -56,7 +60,8 @@ class TorchTable(torch.nn.Module):
             f"`{name}` of {path} must be {wanted!r}; got {meta.get(name)!r}. Write the file with"
             " vqjax.compress(...).save."
           )
-      if meta.get("checksum") != _checksum(path):
+      # Pages have checksums of their own, which are compared when they are read.
+      if meta.get("pages") != "true" and meta.get("checksum") != _checksum(path):
         raise ValueError(
           f"{path} is damaged: it does not have the checksum that it was saved with. Copy it again,"
           " or save it again."
@@ -66,7 +71,8 @@ class TorchTable(torch.nn.Module):
           f"`codec` of {path} must be one of {', '.join(CODECS)}; got {meta.get('codec')!r}. Read"
           " it with the vqjax that wrote it."
         )
-      tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is not a dictionary
+      parts = [name for name in file.keys() if not name.startswith(INTEGERS)]  # noqa: SIM118  it is not a dictionary
+      tensors = {name: file.get_tensor(name) for name in parts}
     self.codec, self.dtype = meta["codec"], torch.float32
     self.vocab, self.dim = int(meta["V"]), int(meta["d"])
     self.register_buffer("bias", tensors.pop("bias", None))
@@ -109,7 +115,11 @@ class TorchTable(torch.nn.Module):
           f"{path} holds integers, which vqjax/tables/container.py reads: copy that file next to"
           " this one."
         ) from error
-    self.register_buffer("weight", torch.from_numpy(read_table(path).rows()))
+    table = read_table(path)
+    # A table of n-grams may be larger than memory.
+    self.stored = table if table.is_paged else None
+    if self.stored is None:
+      self.register_buffer("weight", torch.from_numpy(table.rows()))
 
   def _read_packed(self, path, meta, tensors):
     names = "stream", "rank", "size", "width", "scale", "center", "inverse", "is_trellis"
@@ -179,7 +189,9 @@ class TorchTable(torch.nn.Module):
     return self.levels[tokens] * self.scale[tokens].repeat_interleave(group, dim=-1)
 
   def _rows_integers(self, tokens):
-    return self.weight[tokens]
+    if self.stored is None:
+      return self.weight[tokens]
+    return torch.from_numpy(self.stored[tokens.cpu().numpy()]).to(tokens.device)
 
   def _rows_packed(self, tokens):
     rank, last = self.rank[tokens].long(), self.size.cumsum(0)

@@ -94,7 +94,7 @@ def positive(figures, key=""):
   return not has_unit or 0 < figures < np.inf
 
 
-SMOKE = "options", "gradients", "heads", "loop", "starts", "medusa", "speculation-long"
+SMOKE = "options", "gradients", "heads", "loop", "starts", "medusa", "speculation-long", "pages"
 SMOKE += tuple(f"grouped-{part}" for part in ("loss", "steps", "sizes", "images"))
 
 

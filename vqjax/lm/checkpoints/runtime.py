@@ -6,29 +6,22 @@ say which form is theirs, and any other may be given to `load`.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from vqjax.convert.packed_table import PackedTable
 from vqjax.convert.trained_variables import Variables
 from vqjax.embeddings import Embedding, Int8Embedding
-from vqjax.embeddings.base import Arrays
 from vqjax.embeddings.int8 import int8_levels
 from vqjax.heads import Head, PackedHead
 from vqjax.lm.models import Transformer
 from vqjax.lm.sources.readers import Tensor
-from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.tables import container
-from vqjax.types import Dtype
-from vqjax.variables import Declaration
+from vqjax.tables.stored import KeptRows, StoredEmbedding
 
 __all__ = ["RUNTIMES", "Runtime"]
 
@@ -37,9 +30,6 @@ BLOCK = 2**13
 
 GROUP = 32
 """Numbers of a row that share a scale in the form int8, or a divisor of it."""
-
-KEPT = 2**26
-"""Bytes of decoded rows that are kept."""
 
 
 class Layers(NamedTuple):
@@ -139,77 +129,6 @@ def _packed(model, tables):
   return Layers(embedding, head, variables)
 
 
-class StoredEmbedding(Embedding):
-  """Rows that are decoded from a file when they are looked up, by the host.
-
-  It has no variables, is not trained and cannot be tied to a head. Blocks of 256 rows are decoded
-  together; those that were used last are kept.
-
-  Attributes:
-    decode: the rows of tokens in [0, V): int [n] -> float32 [n, D].
-    dtype: dtype of the returned vectors; None: float32.
-  """
-
-  decode: Callable[[np.ndarray], np.ndarray]
-  dtype: Dtype | None = None
-
-  def declare(self) -> Declaration:
-    """Nothing: the rows are in the file."""
-    return {}
-
-  def flops_per_token(self) -> int:
-    """Zero: the host decodes."""
-    return 0
-
-  def rows_of(self, arrays: Arrays) -> RowFactory:
-    """All rows, decoded."""
-    return as_row_factory(self._vectors(arrays, jnp.arange(self.vocab)))
-
-  def _vectors(self, arrays, token):
-    del arrays
-    shape = jax.ShapeDtypeStruct((*token.shape, self.dim), jnp.float32)
-    vectors = jax.pure_callback(self._read, shape, token, vmap_method="expand_dims")
-    return vectors.astype(self.dtype or jnp.float32)
-
-  def _read(self, token):
-    token = np.asarray(token)
-    return self.decode(token.ravel()).reshape(*token.shape, self.dim).astype(np.float32)
-
-
-class _Decoded:
-  """Rows of an entropy-coded table, and the blocks of them that were decoded last."""
-
-  def __init__(self, table: container.CompressedTable):
-    self._table = table
-    self._most = max(1, KEPT // (4 * container.RESTART * table.shape[1]))
-    self._blocks: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
-    self._lock = threading.Lock()
-
-  def __call__(self, ids: np.ndarray) -> np.ndarray:
-    """The rows of tokens, float32 [n, D]."""
-    block, row = ids // container.RESTART, ids % container.RESTART
-    found = np.empty((len(ids), self._table.shape[1]), np.float32)
-    with self._lock:
-      wanted = np.unique(block)
-      for first in range(0, len(wanted), self._most):
-        some = wanted[first : first + self._most]
-        self._decode(some)
-        for number in some:
-          found[block == number] = self._blocks[int(number)][row[block == number]]
-    return found
-
-  def _decode(self, wanted):
-    missing = np.array([number for number in wanted if int(number) not in self._blocks], np.int64)
-    if len(missing):
-      # By NumPy, since this is a callback.
-      rows = self._table.blocks_of_rows(missing, compiled=False)
-      self._blocks |= zip(missing.tolist(), rows)
-    for number in wanted:
-      self._blocks.move_to_end(int(number))
-    while len(self._blocks) > self._most:
-      self._blocks.popitem(last=False)
-
-
 def _check_untied(model):
   if _is_tied(model):
     raise ValueError(
@@ -227,7 +146,7 @@ def _rows(model, tables):
       f"the form rows must be that of a folder that `vqjax compress` wrote; got one whose embedding"
       f" is {tensor.format}. Use another form."
     )
-  embedding = StoredEmbedding(*tensor.shape, _Decoded(tensor.table), dtype=model.dtype)
+  embedding = StoredEmbedding(*tensor.shape, KeptRows(tensor.table), dtype=model.dtype)
   return Layers(embedding, model.head, {})
 
 
