@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 from experiments.studies import study_page
 from vqjax.lab import report
 from vqjax.lab.report import INK, SERIES, units
+from vqjax.lab.report.frames import markdown
 
 PlanRows = Mapping[Any, Mapping[str, Any] | None]
 """Cell of the grid -> its row, or None if it has not been planned."""

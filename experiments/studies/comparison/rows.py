@@ -131,9 +131,9 @@ class ComparisonRow:
   label: str
   head: Callable[[], Head]
   start: Callable[[int], Any] = lambda seed: None
-  teacher: "Row | None" = None
+  teacher: "ComparisonRow | None" = None
   times: int = 1
-  source: "Row | None" = None
+  source: "ComparisonRow | None" = None
   method: Method | None = None
 
   @property
