@@ -56,10 +56,8 @@ def load_memories(
 
   Example:
 
-    memories = load_memories("model", {1: "layer1.safetensors"})
-    added, cache = memories[1].layer.apply(
-      memories[1].variables, streams, tokens, cache, method="step"
-    )
+    layer, variables = load_memories("model", {1: "layer1.safetensors"})[1]
+    added, cache = layer.apply(variables, streams, tokens, cache, method="step")
 
   Args:
     folder: config.json and safetensors of transformers.
