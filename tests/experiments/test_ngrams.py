@@ -1,10 +1,12 @@
 """Forms of a table of n-grams take the bits that they say, and a smaller step errs less."""
 
 import numpy as np
+import pytest
 
 from experiments import ngrams
 
 
+@pytest.mark.slow
 def test_forms_take_the_bits_that_they_say_and_steps_follow_the_counts():
   rng = np.random.default_rng(0)
   counts = (1e4 / np.arange(1, 4097) ** 1.1).astype(np.uint32)
