@@ -1,10 +1,17 @@
 """A compressed row has the trained model's scores, but for the error of its smaller table."""
 
+import dataclasses
+
+import jax
+import numpy as np
 import pytest
 
 import vqjax
+from tests import tiny
+from vqjax.lab.config import FROM_TOKENIZER
 from vqjax.lab.study import Compressed
-from vqjax.lab.study.compressed import measure_compressed
+from vqjax.lab.study.compressed import measure_compressed, moments_of
+from vqjax.lab.training.run_folder import load_text
 
 
 @pytest.mark.slow
@@ -19,3 +26,21 @@ def test_an_eight_bit_table_is_a_third_as_large_and_scores_as_the_trained_one(fi
     assert 0 < abs(own - other) < 0.01
   assert found["head"]["state_bytes"] < trained["head"]["state_bytes"] / 3
   assert found["embedding"]["shipped_bytes"] == trained["embedding"]["shipped_bytes"]
+
+
+@pytest.mark.slow
+def test_a_tied_table_has_the_moments_of_its_two_uses(tmp_path):
+  embedding = vqjax.DenseEmbedding(FROM_TOKENIZER, 16)
+  run = tiny.experiment(
+    tiny.write_text(tmp_path / "text"), vqjax.DenseHead(FROM_TOKENIZER, 16, embedding=embedding)
+  )
+  run = dataclasses.replace(run, model=run.model.clone(embedding=embedding))
+  with tiny.own_cache(tmp_path / "cache"):
+    text = load_text(run)
+  model = text.experiment.model
+  variables = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 8), np.int32))
+  found = moments_of(model, variables, text)
+  for moment in (found.hidden, found.inputs):
+    np.testing.assert_allclose(moment, moment.T, rtol=1e-4, atol=1e-9)
+    assert np.linalg.eigvalsh(moment).max() > 0
+  assert found.counts.sum() == len(text.splits["train"].tokens)
