@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -59,7 +60,8 @@ class DecoderWithMemory(Transformer):
   def hidden_and_terms(self, tokens, deterministic=True):
     """`hidden`, and the terms of the loss."""
     vectors, terms = self.embedding.loss_terms(tokens, deterministic)
-    vectors += self.memory(vectors, tokens)
+    # A negative token is padding, for which both are nan.
+    vectors = jnp.where(tokens[..., None] < 0, 0, vectors + self.memory(vectors, tokens))
     return self.body(vectors, deterministic), terms
 
   def own_axes(self) -> dict:

@@ -2,7 +2,7 @@
 
 Rows are random numbers, longer where they are read more often; counts fall like Zipf's law, and
 most rows have none. Lookups are those of tokens of 16 rows, drawn by the counts. "cold" drops the
-file from the cache of the system before each call; a device that keeps its own is not asked.
+file from the system's cache before each call; a disk's own cache stays.
 """
 
 import os

@@ -21,3 +21,9 @@ def test_a_new_project_loads_and_its_test_passes(tmp_path, monkeypatch, capsys):
   tests["test_probabilities_sum_to_one_and_are_those_of_log_prob"]()
   assert main([str(folder)]) == 2
   assert "must be a new folder" in capsys.readouterr().err
+
+
+def test_a_name_that_no_python_file_could_have_is_refused(tmp_path, capsys):
+  assert main([str(tmp_path / 'a"b')]) == 2
+  assert "`name` must be of letters, digits" in capsys.readouterr().err
+  assert not [*tmp_path.iterdir()]

@@ -5,6 +5,7 @@ vqjax new mine
 
 import argparse
 import pathlib
+import re
 
 from vqjax.commands.console import new_parser, run
 from vqjax.lm.records import one_line
@@ -128,6 +129,11 @@ def _new(options: argparse.Namespace) -> None:
   folder = options.name
   if folder.exists():
     raise FileExistsError(f"`name` must be a new folder; got {folder}, which exists. Give another.")
+  if not re.fullmatch(r"[\w.-]+", folder.name) or not folder.name.strip("."):
+    raise ValueError(
+      f"`name` must be of letters, digits, and the signs _ . -; got {one_line(folder.name)!r}. It"
+      " is written into Python files."
+    )
   for name, text in FILES.items():
     filled = text if name == "head.py" else text.format(name=folder.name)
     write_text(folder / name, filled)

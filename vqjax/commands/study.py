@@ -60,7 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _scale(text: str) -> Fraction:
-  scale = Fraction(text)
+  try:
+    scale = Fraction(text)
+  except ZeroDivisionError:
+    scale = Fraction(0)
   if scale <= 0:
     raise argparse.ArgumentTypeError(f"it must be above 0; got {text}. Give one such as 0.1")
   return scale
