@@ -448,7 +448,9 @@ def _gather(kind, table, index):
 
 def _gather_forward(kind, table, index):
   del kind
-  return table[index], index
+  # Columns that other axes shard are gathered, as its gradient below has whole rows on each device:
+  # XLA of jax 0.12 aborts where the tokens and the columns are sharded over one axis.
+  return lax.with_sharding_constraint(table, P())[index], index
 
 
 def _gather_backward(kind, index, cotangent):
