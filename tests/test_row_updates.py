@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests.jitted import results
-from vqjax import DenseEmbedding, optimizer_labels
+from vqjax import DenseEmbedding, DenseHead, Int8Embedding, optimizer_labels
 from vqjax.lab.plan import collectives, hlo, loops
 from vqjax.ngrams import NGramEmbedding
 from vqjax.ops.ngrams import XorHash
-from vqjax.row_updates import rowwise, update_rows
+from vqjax.row_updates import rowwise, update_rows, value_and_grad
 
 V, D, RATE, EPSILON = 41, 5, 0.3, 1e-6
 RNG = np.random.default_rng(0)
@@ -150,7 +151,7 @@ def test_lookups_and_steps_of_a_sharded_table_send_rows_and_never_the_table(kind
       functools.partial(step, axis="model"), donate_argnums=(0, 1), out_shardings=places
     )
     compiled = program.lower(*given).compile()
-    (of_dense, _) = rowwise(RATE).init(given[0])
+    of_dense = rowwise(RATE).init(given[0])
     assert of_dense.moments.sharding.is_equivalent_to(places[1], 1)
     found = jax.device_get(compiled(*given))
   # Sums of at most 24 numbers, in another order.
@@ -207,3 +208,109 @@ def test_devices_that_do_not_divide_the_rows_are_refused_with_the_number_that_th
     pytest.raises(ValueError, match=r"8 devices of 'model'; got 41\. Make a table of 48 rows"),
   ):
     update_rows(TABLE, TABLE[:, 0], STEPS[0], GRADIENTS[0], 0.1, vocab_axis="model")
+
+
+class Tied(nn.Module):
+  """A bag of two tokens that predicts a third, from one table."""
+
+  embedding: nn.Module
+
+  def setup(self):
+    self.head = DenseHead(self.embedding.vocab, self.embedding.dim, embedding=self.embedding)
+
+  def __call__(self, pairs_B2, targets_B):
+    return -self.head.log_prob(self.embedding(pairs_B2).sum(axis=1), targets_B).mean()
+
+
+def int8_model(vocab=V, dim=6, group=3):
+  model = Tied(Int8Embedding(vocab, dim, group, trained=True))
+  pairs, targets = RNG.integers(0, vocab, (16, 2)), RNG.integers(0, vocab, 16)
+  return model, jax.jit(model.init)(jax.random.key(1), pairs, targets)["params"], (pairs, targets)
+
+
+def test_the_gradient_of_int8_levels_is_that_of_their_rows():
+  model, params, batch = int8_model()
+  dense = Tied(DenseEmbedding(V, 6))
+  table = params["embedding"]
+  rows = (table["levels"].reshape(V, 2, 3) * table["scale"][..., None]).reshape(V, 6)
+
+  def both(params, rows):
+    loss = lambda model: lambda params: model.apply({"params": params}, *batch)
+    of_rows = jax.value_and_grad(loss(dense))({"embedding": {"weight": rows}})
+    return value_and_grad(loss(model))(params), of_rows
+
+  (loss, gradient), (expected, of_rows) = jax.jit(both)(params, rows)
+  np.testing.assert_allclose(loss, expected, rtol=1e-6)
+  weight = of_rows["embedding"]["weight"]
+  np.testing.assert_allclose(gradient["embedding"]["levels"], weight, atol=1e-7)
+  assert not np.any(gradient["embedding"]["scale"])
+  assert optimizer_labels(params) == {"embedding": {"levels": "table", "scale": "table"}}
+
+
+def test_steps_of_an_int8_table_are_exact_on_average_and_leave_other_rows_alone():
+  scale = np.array([[0.01, 0.02]], np.float32).repeat(V, 0)
+  levels = RNG.integers(-120, 121, (V, 6)).astype(np.int8)
+  levels[:, [0, 5]] = 120  # so that the scales fit
+  gradient = RNG.standard_normal((V, 6)).astype(np.float32) * (np.arange(V) % 2)[:, None]
+  params = {"embedding": {"levels": levels, "scale": scale}}
+  both = {"embedding": {"levels": gradient, "scale": np.zeros_like(scale)}}
+  rows = lambda table: table["levels"].reshape(V, 2, 3) * np.asarray(table["scale"])[..., None]
+
+  def stepped(seed):
+    rule = rowwise(3e-3, 0.9, seed=seed)
+    updates, _ = rule.update(both, rule.init(params), params)
+    return optax.apply_updates(params, updates)["embedding"]
+
+  found = jax.jit(jax.vmap(stepped))(np.arange(2000))
+  assert found["levels"].dtype == np.int8
+  np.testing.assert_array_equal(found["scale"], np.broadcast_to(scale, (2000, V, 2)))
+  np.testing.assert_array_equal(
+    found["levels"][:, ::2], np.broadcast_to(levels[::2], (2000, 21, 6))
+  )
+  mean = (np.asarray(found["levels"]).reshape(2000, V, 2, 3) * scale[:, :, None]).mean(0)
+  root = np.sqrt((gradient**2).mean(-1, keepdims=True)) + 1e-8
+  exact = rows(params["embedding"]) - (3e-3 * gradient / root).reshape(V, 2, 3)
+  # Five standard errors of the mean of 2,000 roundings, each off by at most half a level.
+  error = 5 * 0.5 * scale.max() / 2000**0.5
+  np.testing.assert_allclose(mean, exact, atol=error)
+
+
+def test_numbers_that_outgrow_the_scale_of_an_int8_table_get_another():
+  table = {"levels": np.full((2, 4), 127, np.int8), "scale": np.full((2, 1), 0.01, np.float32)}
+  sign = np.array([[-1.0], [1.0]], np.float32)
+  gradient = {"levels": np.ones((2, 4), np.float32) * sign, "scale": np.zeros((2, 1), np.float32)}
+  rule = rowwise(0.9)
+
+  def stepped(table, gradient):
+    updates, _ = rule.update(gradient, rule.init(table), table)
+    return optax.apply_updates(table, updates)
+
+  found = jax.jit(stepped)(table, gradient)
+  rows = found["levels"] * found["scale"]
+  np.testing.assert_allclose(rows, 1.27 - 0.9 * sign * np.ones((2, 4)), atol=0.02)
+  assert found["scale"][0, 0] > 0.01 > found["scale"][1, 0]
+
+
+def test_an_int8_table_trains_in_a_twelfth_of_the_state_and_no_copy_of_floats():
+  vocab, dim = 30_000, 256
+  batch = np.zeros((512, 2), np.int32), np.zeros(512, np.int32)
+
+  def memory(embedding, rule):
+    model, rule = Tied(embedding), optax.chain(optax.clip_by_global_norm(1.0), rule)
+    params = jax.eval_shape(model.init, jax.random.key(0), *batch)["params"]
+
+    def step(params, state, batch):
+      _, gradient = value_and_grad(lambda params: model.apply({"params": params}, *batch))(params)
+      updates, state = rule.update(gradient, state, params)
+      return optax.apply_updates(params, updates), state
+
+    program = jax.jit(step, donate_argnums=(0, 1))
+    return (
+      program.lower(params, jax.eval_shape(rule.init, params), batch).compile().memory_analysis()
+    )
+
+  of_int8 = memory(Int8Embedding(vocab, dim, dim, trained=True), rowwise(1e-3, 0.98))
+  of_adam = memory(DenseEmbedding(vocab, dim), optax.adamw(1e-3))
+  assert of_int8.argument_size_in_bytes < of_adam.argument_size_in_bytes / 11.5
+  # The gradient and tiles of scores, as for any table.
+  assert of_int8.temp_size_in_bytes < 1.05 * of_adam.temp_size_in_bytes

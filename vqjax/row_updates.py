@@ -11,26 +11,36 @@ reads cost. `rowwise` takes gradients of the whole table, as any rule of Optax. 
 the gradients of the rows that were read: no array of the table's size is made. Both, and
 `vqjax.tables.HostTable` on the host, compute the same numbers.
 
-Source: Lerer et al., PyTorch-BigGraph, 2019 (arXiv 1903.12287), whose Adagrad has a sum a row.
+A table may be stored as integers of 8 bits, as in `Int8Embedding(trained=True)`: `value_and_grad`
+takes the gradient of its rows, and `rowwise` rounds each step up or down at random, so that it is
+exact on average. There is no float copy: a number costs a byte where AdamW's costs twelve.
+
+  levels = floor(w / scale + u),   u uniform in [0, 1)
+
+Source: Lerer et al., PyTorch-BigGraph, 2019 (arXiv 1903.12287), whose Adagrad has a sum a row;
+Gupta et al., Deep learning with limited numerical precision, 2015, for the rounding.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, ArrayLike, Float, Integer
+from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
 from vqjax.ops import vocab_parallel
 from vqjax.ops.host_memory import read_rows, write_rows
 from vqjax.ops.vocabulary import check_arrays, values_of
 
-__all__ = ["RowMoments", "rowwise", "update_rows"]
+__all__ = ["RowMoments", "rowwise", "update_rows", "value_and_grad"]
 
 
 class RowMoments(NamedTuple):
@@ -38,13 +48,20 @@ class RowMoments(NamedTuple):
 
   Attributes:
     moments: the second moments [V] of each table [V, D], at least float32.
+    step: the number of steps so far, which the schedule and the rounding of int8 tables follow.
   """
 
   moments: Any
+  step: Int[Array, ""]
 
 
 def rowwise(
-  learning_rate: optax.ScalarOrSchedule, decay: float | None = None, epsilon: float = 1e-8
+  learning_rate: optax.ScalarOrSchedule,
+  decay: float | None = None,
+  epsilon: float = 1e-8,
+  *,
+  weight_decay: float = 0.0,
+  seed: int = 0,
 ) -> optax.GradientTransformation:
   """The rule for tables [V, D] among the parameters of a model.
 
@@ -53,11 +70,19 @@ def rowwise(
 
   Moments lie on the devices of their rows.
 
+  A table of int8 `levels` [V, D] with a `scale` [V, G] beside them stays one. Its gradient is that
+  of `value_and_grad`; updates of levels are differences modulo 256, which the addition of int8
+  undoes exactly, so that no other rule may come after this one. A scale stays while the largest
+  number of its group fits it, since a new one rounds every number of the group again.
+
   Args:
     learning_rate: a number, or a schedule of Optax.
     decay: the part of a moment that is kept where its row has a gradient, in [0, 1); None: all of
       it, as in Adagrad.
     epsilon: added to the root of a moment.
+    weight_decay: decoupled, of the rows that have a gradient.
+    seed: of the rounding of int8 tables; its random numbers follow from the seed and the step, so
+      that a resumed run repeats them.
 
   Raises:
     ValueError: `decay` is out of range, or in `init` an array has no rows.
@@ -73,20 +98,143 @@ def rowwise(
     # Not zeros of a shape, which would lie on one device.
     return jnp.zeros_like(table[..., 0], dtype=vocab_parallel.summed_dtype(table.dtype))
 
-  def update(gradients, state, params=None):
-    del params
-    wide = lambda g, v: g.astype(v.dtype)
-    found = jax.tree.map(
-      lambda g, v: step_of(wide(g, v), v, decay, epsilon, jnp), gradients, state.moments
-    )
-    pick = lambda i: jax.tree.map(lambda _, pair: pair[i], gradients, found)
-    return pick(0), RowMoments(pick(1))
+  def begin_int8(table):
+    moment = jnp.zeros_like(table["levels"][..., 0], dtype=table["scale"].dtype)
+    return {"levels": moment, "scale": optax.MaskedNode()}
 
-  init = lambda params: RowMoments(jax.tree.map(begin, params))
-  # A step of 0, times a negative number, is -0, which leaves rows as they are: also those of -0.
-  return optax.chain(
-    optax.GradientTransformation(init, update), optax.scale_by_learning_rate(learning_rate)
-  )
+  def init(params):
+    moments = _by_table(begin_int8, lambda tree: jax.tree.map(begin, tree), params)
+    return RowMoments(moments, jnp.int32(0))
+
+  def update(gradients, state, params=None):
+    if weight_decay and params is None:
+      raise ValueError("rowwise: `params` must be given to `update` for `weight_decay`; got None.")
+    rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
+    key = jax.random.fold_in(jax.random.key(seed), state.step)
+    number = itertools.count()
+
+    def stepped(g, v, w):
+      step, after = step_of(g.astype(v.dtype), v, decay, epsilon, jnp)
+      if weight_decay:
+        step = step + jnp.where((g != 0).any(-1, keepdims=True), weight_decay * w, 0)
+      # A step of 0, times a negative number, is -0, which leaves all rows as they are, -0 too.
+      return step * -jnp.asarray(rate, step.dtype), after
+
+    def of_table(table, gradient, moments):
+      levels, scale, g = table["levels"], table["scale"], gradient["levels"]
+      rows = _rows_of_levels(levels, scale)
+      step, after = stepped(g, moments["levels"], rows)
+      key_of_table = jax.random.fold_in(key, next(number))
+      new, new_scale = _rounded_rows(rows + step, scale, key_of_table)
+      has_gradient = (g != 0).any(-1, keepdims=True)
+      levels_step = jnp.where(has_gradient, new - levels, 0)
+      scale_step = jnp.where(has_gradient, new_scale - scale, 0)
+      return {"levels": (levels_step, after), "scale": (scale_step, optax.MaskedNode())}
+
+    def of_others(params, gradients, moments):
+      weights = gradients if params is None else params
+      return jax.tree.map(stepped, gradients, moments, weights)
+
+    tree = gradients if params is None else params
+    found = _by_table(of_table, of_others, tree, gradients, state.moments)
+    pick = lambda i: jax.tree.map(lambda _, pair: pair[i], gradients, found)
+    return pick(0), RowMoments(pick(1), state.step + 1)
+
+  return optax.GradientTransformation(init, update)
+
+
+def _by_table(of: Callable, leaf: Callable, tree: Any, *others: Any) -> Any:
+  """The tree with `of(table, *others)` at each int8 table, and `leaf(tree, *others)` elsewhere."""
+  if _is_int8_table(tree):
+    return of(tree, *others)
+  if not _holds_table(tree):
+    return leaf(tree, *others)
+  inner = lambda name: (other[name] for other in others)
+  return {name: _by_table(of, leaf, node, *inner(name)) for name, node in tree.items()}
+
+
+def _holds_table(tree):
+  if not isinstance(tree, Mapping):
+    return False
+  return _is_int8_table(tree) or any(map(_holds_table, tree.values()))
+
+
+def _is_int8_table(node):
+  found = isinstance(node, Mapping) and {"levels", "scale"} <= node.keys()
+  return found and getattr(node["levels"], "dtype", None) == jnp.int8
+
+
+_MOST = 127  # the largest level, as in `Int8Embedding`
+
+# Part of its range that a new scale leaves free, and the part below which a scale is too large.
+_ROOM, _LEAST = 1.1, 0.75
+
+
+def _rows_of_levels(levels_VD, scale_VG):
+  grouped_VGj = levels_VD.reshape(*scale_VG.shape, -1).astype(scale_VG.dtype)
+  return (grouped_VGj * scale_VG[..., None]).reshape(levels_VD.shape)
+
+
+def _rounded_rows(rows_VD, scale_VG, key):
+  """Levels of rows, rounded up or down at random, and the scales that hold them."""
+  rows_VGj = rows_VD.reshape(*scale_VG.shape, -1)
+  needed_VG = jnp.abs(rows_VGj).max(axis=-1) / _MOST
+  fits_VG = (needed_VG <= scale_VG) & (needed_VG >= _LEAST * scale_VG)
+  new_VG = jnp.where(fits_VG | (needed_VG == 0), scale_VG, needed_VG * _ROOM)
+  u_VGj = _uniform(key, rows_VD.shape).reshape(rows_VGj.shape)
+  level_VGj = jnp.floor(rows_VGj / jnp.where(new_VG > 0, new_VG, 1)[..., None] + u_VGj)
+  return jnp.clip(level_VGj, -_MOST, _MOST).astype(jnp.int8).reshape(rows_VD.shape), new_VG
+
+
+def _uniform(key, shape):
+  """Uniform numbers [V, D] in [0, 1), a hash of their indices.
+
+  Arrays of `jax.random` are in memory before they are used, with their counters four times the
+  table's bytes; XLA computes these where they are needed.
+  """
+  first, second = jax.random.bits(key, (2,), jnp.uint32)
+  row_V1 = lax.broadcasted_iota(jnp.uint32, (shape[0], 1), 0)
+  column_VD = lax.broadcasted_iota(jnp.uint32, shape, 1)
+  mixed_VD = _mixed(_mixed(row_V1 ^ first) ^ column_VD * np.uint32(0x9E3779B9) ^ second)
+  return (mixed_VD >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def _mixed(x):
+  """The finaliser of MurmurHash3, of 32-bit words."""
+  for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+    x = (x ^ (x >> shift)) * np.uint32(factor)
+  return x ^ (x >> 16)
+
+
+def value_and_grad(function: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+  """`jax.value_and_grad`, where int8 tables among the parameters have the gradient of their rows.
+
+  The gradient has the tree of the parameters. At the `levels` of a table it has that of the rows,
+  float32 [V, D], and at their `scale` zeros: `rowwise` chooses the scales. Elsewhere both functions
+  are one.
+
+  Args:
+    function: (params, *args) -> a scalar, or with `has_aux` (scalar, anything).
+    has_aux: as in JAX.
+
+  Returns:
+    (params, *args) -> (value of the function, gradient).
+  """
+
+  def computed(params, *args, **named):
+    zeros = lambda table: jnp.zeros(table["levels"].shape, table["scale"].dtype)
+    own = lambda node, *others: others[0] if others else node
+    floats = _by_table(lambda t: {"scale": t["scale"], "tangent": zeros(t)}, own, params)
+
+    def inner(floats, *args, **named):
+      with_levels = lambda table, floats: {"levels": table["levels"], **floats}
+      return function(_by_table(with_levels, own, params, floats), *args, **named)
+
+    value, found = jax.value_and_grad(inner, has_aux=has_aux)(floats, *args, **named)
+    of_table = lambda table, found: {"levels": found["tangent"], "scale": found["scale"]}
+    return value, _by_table(of_table, own, params, found)
+
+  return computed
 
 
 def update_rows(

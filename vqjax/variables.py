@@ -201,7 +201,8 @@ def optimizer_labels(params: Any) -> Any:
   Muon is for matrices alone: arrays that are called `kernel`, as in Flax's layers, which multiply
   hidden vectors. A "table" has a row for each token, code or group, of which a step may read few;
   Adam is for tables and for vectors: biases, gains and offsets. `vqjax.row_updates.rowwise` is for
-  tables that are too large for Adam's moments. "codes" are integers, which no optimiser trains.
+  tables that are too large for Adam's moments. "codes" are integers, which no optimiser trains,
+  except for the int8 levels of a trained table, a "table" with its scale.
   `optax` takes this function where it takes labels, and masks follow from it:
 
     rules = {"matrix": optax.contrib.muon(2e-2), "table": adam(3e-3), "vector": adam(3e-3)}
@@ -215,7 +216,15 @@ def optimizer_labels(params: Any) -> Any:
     A tree of the same structure with a label for each array.
   """
 
+  # By names, since their gradients are labelled too, which are floats.
+  name_of = lambda path: str(getattr(path[-1], "key", "")) if path else ""
+  paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+  having = lambda name: {path[:-1] for path in paths if name_of(path) == name}
+  int8_tables = having("levels") & having("scale")
+
   def label(path, array):
+    if path[:-1] in int8_tables and name_of(path) in ("levels", "scale"):
+      return "table"
     if not jnp.issubdtype(array.dtype, jnp.inexact):
       return "codes"
     names = [str(part.key) for part in path if hasattr(part, "key")]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from vqjax.heads.base import Head
+from vqjax.row_updates import value_and_grad
 from vqjax.types import Dtype
 
 __all__ = ["loss_and_gradient"]
@@ -28,9 +29,16 @@ def loss_and_gradient(
   variables = jax.jit(head.init)(keys[2], hidden[:1])
   tables = {name: tree for name, tree in variables.items() if name != "params"}
 
-  def loss(params, hidden, tables, targets):
-    return -head.apply({"params": params, **tables}, hidden, targets, method="log_prob").mean()
+  def loss(trained, tables, targets):
+    variables, hidden = {"params": trained["params"], **tables}, trained["hidden"]
+    return -head.apply(variables, hidden, targets, method="log_prob").mean()
 
   # Arguments, not constants of the program, which XLA would fold.
   arguments = variables["params"], hidden, tables, targets
-  return jax.value_and_grad(loss, argnums=(0, 1)), arguments
+
+  def both(params, hidden, tables, targets):
+    trained = {"params": params, "hidden": hidden}
+    value, gradient = value_and_grad(loss)(trained, tables, targets)
+    return value, (gradient["params"], gradient["hidden"])
+
+  return both, arguments

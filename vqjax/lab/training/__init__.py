@@ -4,7 +4,7 @@ from vqjax.lab.training.checkpoint import FromRun, read_run_variables, saved_ste
 from vqjax.lab.training.evaluate import Cost, Score, evaluate, loss_cost, make_scorer
 from vqjax.lab.training.interrupt import Interrupted
 from vqjax.lab.training.loop import NotFiniteError, fit
-from vqjax.lab.training.optimizer import SGD, NewRows, learning_rate, optimizer
+from vqjax.lab.training.optimizer import SGD, NewRows, RowwiseTables, learning_rate, optimizer
 from vqjax.lab.training.step import TrainState, init_state
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
   "Interrupted",
   "NewRows",
   "NotFiniteError",
+  "RowwiseTables",
   "Score",
   "TrainState",
   "evaluate",

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PRNGKeyArray, UInt32
 
 from vqjax.lab.training.optimizer import combine, partition
+from vqjax.row_updates import value_and_grad
 
 __all__ = ["TrainState", "carried", "init_state"]
 
@@ -170,7 +171,12 @@ def _mean_gradient(
 
   `loss` is a function (params, model_state, batch, key) -> loss, (metrics, model_state).
   """
-  gradient_of = jax.grad(loss, has_aux=True)
+  both = value_and_grad(loss, has_aux=True)
+
+  def gradient_of(*args):
+    (_, written), gradient = both(*args)
+    return gradient, written
+
   if accumulate == 1:
     gradient, (metrics, model_state) = gradient_of(params, model_state, batch, key)
     return gradient, metrics, model_state
