@@ -1,5 +1,6 @@
 """The floor is the lowest perplexity that a codebook head can have."""
 
+import itertools
 import math
 
 import jax
@@ -84,6 +85,20 @@ def test_a_head_that_predicts_every_code_reaches_the_floor_and_other_biases_stay
 def test_a_tokens_count_of_zero_costs_nothing_and_one_token_is_enough():
   assert assign.floor([0], [1]).perplexity == 1
   assert assign.floor([0, 0, 0], [0, 2, 0]).perplexity == pytest.approx(3)
+
+
+def test_no_assignment_is_below_the_least_floor_and_some_reach_it():
+  draw = np.random.default_rng(0)
+  for codes in (2, 3, 4):
+    counts = draw.integers(0, 50, 6) + np.array([1, 0, 0, 0, 0, 0])
+    tables = itertools.product(range(codes), repeat=6)
+    best = min(assign.floor(table, counts, codes=codes).perplexity for table in tables)
+    assert 0.7 * best < assign.least_floor(counts, codes) <= best
+  # One token alone and two alike on the other code are what the real numbers give.
+  assert assign.least_floor([50, 25, 25], 2) == pytest.approx(2**0.5)
+  assert assign.least_floor([5, 3, 0, 0], 2) == pytest.approx(1)
+  with pytest.raises(ValueError, match=r"`codes` must be .*; got 9 for vocab 3"):
+    assign.least_floor([50, 25, 25], 9)
 
 
 @pytest.mark.parametrize(

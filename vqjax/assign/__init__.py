@@ -23,7 +23,7 @@ from vqjax.assign.clusters import (
 )
 from vqjax.assign.exchange import Exchanged, bigrams, exchange
 from vqjax.assign.groups import Grouping, grouping, memory_groups, ordered_in_groups
-from vqjax.assign.lower_bound import Floor, Offender, floor
+from vqjax.assign.lower_bound import Floor, Offender, floor, least_floor
 from vqjax.assign.text import TextStats, context_vectors
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
   "floor",
   "frequent_alone",
   "grouping",
+  "least_floor",
   "memory_groups",
   "ordered_in_groups",
   "zipf_mass",

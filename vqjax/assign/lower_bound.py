@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from vqjax.assign.checks import check_codes, checked_assignment, checked_counts
 
-__all__ = ["Floor", "Offender", "floor"]
+__all__ = ["Floor", "Offender", "floor", "least_floor"]
 
 WORST = 20
 """Number of tokens that a `Floor` lists."""
@@ -115,3 +115,36 @@ def floor(
       if cost[v] > 0
     ),
   )
+
+
+def least_floor(counts: ArrayLike, codes: int) -> float:
+  """The perplexity below which no assignment without a token bias can be.
+
+  Each of n tokens on a code has 1/n of it, so that an assignment to K codes has Σ_v 1/n_v = K. Over
+  all real n_v of at least 1 with this sum, E[log n] is least where n_v = max(1, c / p_v) for tokens
+  of probability p_v: the most frequent alone, the rest in proportion. Whole tokens on whole codes
+  can only be above it.
+
+  Args:
+    counts: number of occurrences of each token in the text, integers [V].
+    codes: number of codes, K.
+
+  Raises:
+    ValueError: the counts are not valid (see `checked_counts`), or `codes` is not in [2, V].
+
+  Example:
+    >>> from vqjax import assign
+    >>> round(assign.least_floor([50, 25, 25, 0], codes=2), 2)
+    1.41
+  """
+  counts = checked_counts(counts)
+  check_codes(len(counts), codes)
+  p = np.sort(counts / counts.sum())[::-1]
+  # With the first `alone` tokens alone, the others share codes - alone in proportion to their mass.
+  alone = np.arange(min(codes, len(p)))
+  c = (1 - np.concatenate([[0.0], np.cumsum(p)])[alone]) / (codes - alone)
+  first = int(np.argmax(p[alone] <= c)) if (p[alone] <= c).any() else len(alone)
+  if first == len(alone):
+    return 1.0
+  rest = p[first:][p[first:] > 0]
+  return float(np.exp((rest * np.log(c[first] / rest)).sum()))

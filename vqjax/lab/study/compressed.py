@@ -13,6 +13,7 @@ from flax import linen as nn
 import vqjax
 from vqjax import tables
 from vqjax.convert import part_of, with_part
+from vqjax.embeddings import DenseEmbedding
 from vqjax.heads import DenseHead
 from vqjax.lab.config import Experiment
 from vqjax.lab.training import evaluate, make_scorer, read_run_variables
@@ -139,10 +140,10 @@ def measure_compressed(
     row: the compression.
   """
   text = load_text(experiment)
-  model = text.experiment.model
+  variables, _ = read_run_variables(folder)
+  model, variables = _with_floats(text.experiment.model, variables)
   head: DenseHead = model.head
   owner = "head" if head.embedding is None else "embedding"
-  variables, _ = read_run_variables(folder)
   params = part_of(variables, owner)["params"]
   small = vqjax.compress(
     params["weight"],
@@ -165,3 +166,14 @@ def measure_compressed(
   result["embedding"] = {"shipped_bytes": inputs}
   result["seed"] = experiment.seed
   return {"result": result}
+
+
+def _with_floats(model: nn.Module, variables: Mapping[str, Any]) -> tuple[nn.Module, Mapping]:
+  """The model with a `DenseEmbedding` in place of a tied embedding that is stored otherwise."""
+  stored = model.head.embedding
+  if stored is None or isinstance(stored, DenseEmbedding):
+    return model, variables
+  rows = stored.clone(parent=None).apply(part_of(variables, "embedding"), method="table")
+  dense = DenseEmbedding(stored.vocab, stored.dim)
+  model = model.clone(embedding=dense, head=model.head.clone(embedding=dense))
+  return model, with_part(variables, "embedding", {"params": {"weight": np.asarray(rows)}})
