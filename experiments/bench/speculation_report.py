@@ -120,7 +120,8 @@ def origin(figures: Figures) -> str:
     f" The drafter was trained for {sizes['settings']['steps']} steps on"
     f" {sizes['positions'] + sizes['written'] * sizes['width']:,} positions. On held-out {own}"
     f" its tokens, first to last, are the model's best at {agreement} of the positions, with a"
-    f" divergence of {kl} nats. In tokens without a drafter, a round takes {rounds}. Memory is read at {figures['bandwidth'] / 1e9:.1f} GB/s."
+    f" divergence of {kl} nats. In tokens without a drafter, a round takes {rounds}."
+    f" Memory is read at {figures['bandwidth'] / 1e9:.1f} GB/s."
   )
 
 
