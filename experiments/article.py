@@ -213,6 +213,21 @@ MODELS: Mapping[str, Model] = {
 """Decoders that the article names, then Llama 3, Qwen 3 and Gemma 3; of the last the text model."""
 
 
+SHOWN = (
+  "GPT-2",
+  "GPT-3 175B",
+  "Llama 3.2 1B",
+  "Llama 3 8B",
+  "Llama 3.1 405B",
+  "Mixtral 8x7B",
+  "Gemma 7B",
+  "Qwen 3 0.6B",
+  "Gemma 3 270M",
+  "Gemma 3 4B",
+)
+"""The models of the page: the ends of each range of its claims, and a size between them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Claim:
   """A number of the article.
@@ -395,7 +410,7 @@ def memory_table(result: Mapping[str, Any]) -> pd.DataFrame:
     model = MODELS[row["model"]]
     key = row["model"], row["program"]
     shown = table.setdefault(key, {"model": key[0], "program": key[1]})
-    shown[row["of"]] = units.size(row["bytes"])
+    shown[f"{row['of']}, MiB"] = f"{row['bytes'] / 2**20:,.1f}"
     logits = F32 * result["tokens"] * model.vocab
     shown[f"{row['of']}, of the logits"] = f"{row['bytes'] / logits:.2f}×"
   return pd.DataFrame(table.values())
@@ -411,13 +426,16 @@ def article_tables(result: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
 
 
 def update(path: pathlib.Path, result: Mapping[str, Any]) -> bool:
-  """Rewrite the tables of the page; return whether it changed."""
+  """Rewrite the tables of the page and the CSV file of all models; return whether it changed."""
   made_by = result["provenance"]
   origin = (
     f"XLA of jaxlib {made_by['versions']['jaxlib']} for {made_by['device']}, float32,"
     f" {result['tokens']:,} tokens; {made_by['date'][:10]}, commit {made_by['commit']}."
   )
-  blocks = {name: markdown(table) for name, table in article_tables(result).items()}
+  tables = article_tables(result)
+  study_page.save_table(path.with_name("article-models.csv"), tables["models"])
+  tables["models"] = tables["models"][tables["models"]["model"].isin(SHOWN)].drop(columns="tables")
+  blocks = {name: markdown(table) for name, table in tables.items()}
   right = sum(claim.holds for claim in claims() if claim.printed)
   blocks["claims"] += f"\n\nThe other {right} numbers are right."
   return study_page.update_page(path, blocks | {"origin": origin})
