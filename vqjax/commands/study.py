@@ -6,6 +6,7 @@ vqjax study study.py
 import argparse
 import pathlib
 import sys
+from collections.abc import Callable
 from fractions import Fraction
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from vqjax.lab.report import units
 from vqjax.lab.report.frames import show_frame
 from vqjax.lab.study import load_study
 from vqjax.lab.study.jobs import JobList, StudyJob
+from vqjax.lab.study.launchers import LAUNCHERS
 from vqjax.lab.study.page import shown_table, write_pages
 from vqjax.lab.study.work import Work
 from vqjax.lab.training.provenance import device
@@ -31,6 +33,7 @@ examples:
   vqjax study study.py --scale 0.1     a tenth of the steps, in a folder of its own
   vqjax study study.py --only dense,mine
   vqjax study study.py --render        writes the pages again, without a run
+  vqjax study study.py --launcher slurm --submit gpus_per_node=1 slurm_partition=gpu
 
 The same command again goes on where it stopped; several may run at once, with other rows each."""
 
@@ -47,10 +50,24 @@ def main(arguments: list[str] | None = None) -> int:
   option(parser, "--out", "folder of results (default: runs/FILE)", pathlib.Path, metavar="DIR")
   option(parser, "--only", "rows, or jobs such as 'dense/run*', comma-separated", metavar="ROWS")
   option(parser, "--scale", "how often the study's steps are trained", _scale, 1, metavar="X")
+  text = "what runs the jobs: this process, a Ray cluster, or SLURM"
+  option(parser, "--launcher", text, str, "local", choices=LAUNCHERS)
+  option(
+    parser,
+    "--submit",
+    "parameters of submitit for SLURM, such as timeout_min=600",
+    default=[],
+    nargs="+",
+    metavar="NAME=VALUE",
+  )
   flag(parser, "--list", "print the jobs, and which are done")
   flag(parser, "--render", "run nothing; write the pages")
   flag(parser, "--traceback", "show the traceback of an error")
   options = parser.parse_args(arguments)
+  if options.submit and options.launcher != "slurm":
+    parser.error("`--submit` needs `--launcher slurm`")
+  if wrong := [each for each in options.submit if "=" not in each]:
+    parser.error(f"`--submit` must have NAME=VALUE; got {wrong[0]}")
   configure_warnings()
   return exit_code_of_run(
     lambda: _study(options),
@@ -84,24 +101,44 @@ def _study(options: argparse.Namespace) -> None:
     print("\n".join(jobs.listing(chosen)))
     return
   if not options.render:
-    _run(work, jobs, chosen)
+    launch = LAUNCHERS[options.launcher]
+    parameters = dict(each.split("=", 1) for each in options.submit)
+    elsewhere = launch and (lambda jobs: launch(work, jobs, parameters))
+    _run(work, jobs, chosen, elsewhere)
   _write(work, jobs)
 
 
-def _run(work: Work, jobs: JobList, chosen: list[StudyJob]) -> None:
-  """Make what is missing, after the costs of every row are measured and printed."""
+def _run(
+  work: Work,
+  jobs: JobList,
+  chosen: list[StudyJob],
+  elsewhere: Callable[[list[StudyJob]], None] | None,
+) -> None:
+  """Make what is missing, after the costs of every row are measured and printed.
+
+  Args:
+    work: the study.
+    jobs: its jobs.
+    chosen: those to run.
+    elsewhere: jobs -> None, which runs them in other processes; None: they run in this one.
+  """
   # A run needs no costs, but what is printed does.
   rows = dict.fromkeys(job.name.partition("/")[0] for job in chosen)
   costs = [job for job in jobs.jobs if job.name in {f"{row}/costs" for row in rows}]
   rest = [job for job in chosen if not job.name.endswith("/costs")]
-  for job in costs:
-    if not jobs.is_done(job):
-      exits.say(f"{job.name}: measuring a step")
-      with errors_with_lines(work.file, line=None):
-        jobs.do(job)
+  costs = [job for job in costs if not jobs.is_done(job)]
+  if elsewhere:
+    elsewhere(costs)
+  for job in () if elsewhere else costs:
+    exits.say(f"{job.name}: measuring a step")
+    with errors_with_lines(work.file, line=None):
+      jobs.do(job)
   left = [job for job in rest if not jobs.is_done(job)]
   seconds = {job.name: work.seconds(job) for job in left}
   _print_plan(work, rest, seconds)
+  if elsewhere:
+    elsewhere(left)
+    return
   for at, job in enumerate(left):
     to_go = sum(seconds[other.name] for other in left[at:])
     exits.say(f"[{at + 1}/{len(left)}] {job.name}: about {_duration(to_go)} left")
