@@ -439,10 +439,11 @@ def update(path: pathlib.Path, result: Mapping[str, Any]) -> bool:
   blocks = {name: markdown(table) for name, table in tables.items()}
   count = sum(claim.printed is not None for claim in claims())
   blocks["claims"] = (
-    f"{len(tables['claims'])} of the {count} numbers of an article on output heads are wrong by more"
-    " than half a unit of the last digit and by more than 3 % ([all of them](article-claims.csv))."
+    f"{len(tables['claims'])} of the {count} numbers of an article on output heads are wrong by"
+    " more than half a unit of the last digit and by more than 3 % ([all](article-claims.csv))."
   )
-  return study_page.update_page(path, blocks | {"origin": origin})
+  blocks["memory"] += f"\n\n{origin}"
+  return study_page.update_page(path, blocks)
 
 
 def main() -> int:

@@ -165,7 +165,7 @@ def summary(results: Results, s: ComparisonSetting) -> str:
       seconds = kept.get("seconds") or kept["result"].get("train", {}).get("seconds") or 0.0
       spent[_processor(kept["result"]["device"])] += seconds / 3600
   missing = [f"`{row.name}`" for row in rows(s) if not finished_results(results, _job(s, row))]
-  parts = [f"{of:.1f} hours of processes on {name}s" for name, of in sorted(spent.items())]
+  parts = [f"{of:.1f} hours on {name}s" for name, of in sorted(spent.items())]
   took = f"{s.name}: {' and '.join(parts) or units.MISSING}"
   return took + (f"; not run: {', '.join(missing)}." if missing else ".")
 

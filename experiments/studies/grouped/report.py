@@ -103,7 +103,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   frames["language"] = frames["language"].drop(columns="perplexity")
   blocks = {name: markdown(frame) for name, frame in frames.items() if name != "drawing"}
   blocks["drawing"] = _drawing_sentence((cost or {}).get("images"))
-  blocks["not-run"] = not_run(results, "cpu")
+  blocks["language"] += f"\n\n{not_run(results, 'cpu')}"
   figures = {
     "grouped-losses.png": losses(results),
     "grouped-pictures.png": picture_curves(results),
