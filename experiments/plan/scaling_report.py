@@ -14,8 +14,9 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
 from experiments.studies import study_page
 from vqjax.lab import report
-from vqjax.lab.report import INK, SERIES, units
+from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
+from vqjax.lm.pages import INK, SERIES
 
 PlanRows = Mapping[Any, Mapping[str, Any] | None]
 """Cell of the grid -> its row, or None if it has not been planned."""

@@ -8,7 +8,7 @@ import pytest
 
 from vqjax.commands import generate, score, train
 from vqjax.commands.models import load_model
-from vqjax.lab.training.run_folder import read_config
+from vqjax.lab.run_files import read_config
 from vqjax.lm import records
 
 CONFIG = """

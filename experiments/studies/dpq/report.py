@@ -15,9 +15,10 @@ from experiments.studies import study_page
 from experiments.studies.dpq.rows import rows
 from experiments.studies.dpq.settings import SCALES, STAND_INS, CodeSize, DPQSetting
 from experiments.studies.study_page import DOCS
-from vqjax.lab.report import INK, SERIES, units
+from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
 from vqjax.lab.study.seeds import Results, Spread, finished_results, results_by_seed
+from vqjax.lm.pages import INK, SERIES
 
 PRINTED = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))
 """The scores and compression ratios that the paper prints: table, "setting/row", column, value."""

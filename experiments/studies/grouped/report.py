@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 from experiments.studies import study_page
 from experiments.studies.grouped.rows import SCALES, TEACHER, rows
 from experiments.studies.study_page import DOCS
-from vqjax.lab.report import INK, SERIES, units
+from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
 from vqjax.lab.study.seeds import Results
+from vqjax.lm.pages import INK, SERIES
 
 BenchFigures = Mapping[str, Any]
 """The measurements of `python -m experiments.bench`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vqjax.lab.report import units
-from vqjax.lab.training.run_folder import read_config, read_metrics, read_result
+from vqjax.lab.run_files import read_config, read_metrics, read_result
 from vqjax.lm import records
 
 __all__ = ["Column", "Run", "common_split", "default_columns", "labels", "read_run", "read_runs"]

@@ -18,9 +18,9 @@ from fractions import Fraction
 from typing import Any
 
 from vqjax.lab.config import Experiment, Train, config_hash, with_fields
+from vqjax.lab.run_files import read_result
 from vqjax.lab.study.jobs import StudyJob, origin, values_identity
 from vqjax.lab.training import SGD, NotFiniteError, fit
-from vqjax.lab.training.run_folder import read_result
 
 __all__ = [
   "EXTENSIONS",

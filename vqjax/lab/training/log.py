@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
+from vqjax.lab.run_files import read_metrics
 from vqjax.lab.training.distributed import is_main
-from vqjax.lab.training.run_folder import disk_errors, read_metrics
+from vqjax.lab.training.run_folder import disk_errors
 from vqjax.lab.training.throughput import Throughput
 from vqjax.lm import records
 from vqjax.outputs import write_text
