@@ -349,12 +349,12 @@ def models_table() -> pd.DataFrame:
       "model": name,
       "V": f"{model.vocab:,}",
       "D": f"{model.dim:,}",
-      "parameters": units.count(model.parameters),
+      "parameters, G": f"{model.parameters / 1e9:.3g}",
       "tables": "1" if model.tied else "2",
       "one table, %": f"{100 * model.table / model.parameters:.1f}",
       "training, %": f"{100 * model.training_share:.1f}",
       "decoding, %": f"{100 * model.head_bytes / model.decoded_bytes:.1f}",
-      "logits": units.size(F32 * MICRO_BATCH * model.vocab),
+      "logits, MiB": f"{F32 * MICRO_BATCH * model.vocab / 2**20:,.0f}",
       "gathered, %": f"{100 * _gathered(model) / layers:.1f}",
     })  # fmt: skip
   return pd.DataFrame(rows)

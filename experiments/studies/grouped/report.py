@@ -287,7 +287,7 @@ def _loss(cost: BenchFigures) -> pd.DataFrame:
     "head": [labels.get(name, name) for name in measured],
     "ms": _text(1e3 * numbers("seconds"), "{:.1f}"),
     "faster than materialised": _text(numbers("faster_than_materialised"), "{:.1f}×"),
-    "temporaries": _text(numbers("temp_bytes"), units.size),
+    "temporaries, MiB": _text(numbers("temp_bytes") / 2**20, "{:,.1f}"),
   })  # fmt: skip
 
 
