@@ -567,18 +567,16 @@ SHOWN = ("stories", "russian", *UNSEEN)
 def shown(result) -> str:
   """The results as a table in Markdown."""
   line = lambda *cells: f"| {' | '.join(map(str, cells))} |"
-  columns = "MB", "KL", "99th percentile", "same best token, %", "nats"
+  columns = "MB", "KL", "99th percentile", "same best token, %", "nats, before"
   lines = [line(*columns, *(f"KL, {name}" for name in SHOWN))]
   lines.append(f"|{'---:|' * (len(columns) + len(SHOWN))}")
   for row in result["sizes"].values():
     numbers = f"{row['bytes'] / 1e6:.1f}", f"{row['kl']:.4f}", f"{row['kl_p99']:.3f}"
-    numbers += f"{100 * row['top1']:.1f}", f"{row['nats']:.4f}"
+    numbers += f"{100 * row['top1']:.1f}", f"{row['nats']:.4f}, {row['nats_before']:.4f}"
     texts = row["domains"] | row["unseen"]
     # An interrupted run has not judged every text.
     kls = (f"{texts[name]['kl']:.4f}" if texts.get(name) else "–" for name in SHOWN)
     lines.append(line(*numbers, *kls))
-  nats = f"{row['nats_before']:.4f}"
-  lines.append(line("original", "–", "–", "–", nats, *["–"] * len(SHOWN)))
   return "\n".join(lines)
 
 

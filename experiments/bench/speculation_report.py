@@ -28,7 +28,7 @@ Figures = Mapping[str, Any]
 
 
 def update(path: pathlib.Path, figures: Figures, of_run: Figures, of_medusa: Figures) -> bool:
-  """Rewrite the page's generated blocks and its CSV file; return whether the page changed.
+  """Rewrite the page's generated blocks and its CSV files; return whether the page changed.
 
   Args:
     path: the page.
@@ -37,15 +37,13 @@ def update(path: pathlib.Path, figures: Figures, of_run: Figures, of_medusa: Fig
     of_medusa: those of `medusa`.
   """
   speed, run_speed = speed_table(figures), speed_table(of_run)
+  study_page.save_table(path.with_suffix(".csv"), speed)
   study_page.save_table(path.with_name("drafters-small.csv"), run_speed)
   blocks = {
-    "speculation-speed": markdown(speed, left=2),
-    "speculation-heads": markdown(heads_table(figures)),
-    "speculation-origin": origin(figures),
-    "speculation-run-speed": markdown(_greedy(run_speed)),
-    "speculation-run-origin": origin(of_run),
-    "medusa": markdown(medusa_table(of_medusa), left=2),
-    "medusa-origin": medusa_origin(of_medusa),
+    "speculation-speed": markdown(_greedy(speed)),
+    "speculation-heads": f"{markdown(heads_table(figures))}\n\n{origin(figures)}",
+    "speculation-run": f"{markdown(_greedy(run_speed))}\n\n{origin(of_run)}",
+    "medusa": f"{markdown(medusa_table(of_medusa))}\n\n{medusa_origin(of_medusa)}",
   }
   return study_page.update_page(path, blocks)
 
@@ -128,9 +126,13 @@ def origin(figures: Figures) -> str:
 def medusa_table(figures: Figures) -> pd.DataFrame:
   """Tokens a pass with Medusa's blocks, by domain and sampling."""
   return pd.DataFrame(
-    {"text": domain, "tokens": name} | {shape: f"{found:.2f}" for shape, found in row.items()}
+    {"text": domain}
+    | {
+      f"{shape}, {name}": f"{found:.2f}"
+      for name, row in figures[domain].items()
+      for shape, found in row.items()
+    }
     for domain in domains_of(figures)
-    for name, row in figures[domain].items()
   )
 
 

@@ -29,6 +29,9 @@ from vqjax.lm.pages import SERIES, blank
 EQUIVALENCE = 1.0
 """Per cent of perplexity within which two heads count as equal."""
 
+OFF_PAGE = "tied-memory", "dense-contexts-memory", "tied-distilled-memory"
+"""Compressed forms of other rows, which only the CSV file has."""
+
 AT_RANDOM = "dense"
 """The row of the untied full softmax that begins at random."""
 
@@ -162,7 +165,7 @@ def summary(results: Results, s: ComparisonSetting) -> str:
       seconds = kept.get("seconds") or kept["result"].get("train", {}).get("seconds") or 0.0
       spent[_processor(kept["result"]["device"])] += seconds / 3600
   missing = [f"`{row.name}`" for row in rows(s) if not finished_results(results, _job(s, row))]
-  parts = [f"{of:.1f} hours of processes on {name}s" for name, of in sorted(spent.items())]
+  parts = [f"{of:.1f} hours on {name}s" for name, of in sorted(spent.items())]
   took = f"{s.name}: {' and '.join(parts) or units.MISSING}"
   return took + (f"; not run: {', '.join(missing)}." if missing else ".")
 
@@ -249,7 +252,8 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   blocks, figures, whole, tuned, took = {}, {}, {}, [], []
   for s in SCALES["cpu"]:
     tables = _tables(results, s, docs)
-    shown = tables["heads"].drop(columns="verdict", errors="ignore")
+    is_shown = ~tables["runs"]["row"].str.strip("`").isin(OFF_PAGE)
+    shown = tables["heads"][is_shown].drop(columns="verdict", errors="ignore")
     blocks[f"{s.name}-heads"] = markdown(shown) if len(shown) else units.MISSING
     whole[f"comparison-{s.name}.csv"] = whole_table(tables)
     figures[f"comparison-{s.name}.png"] = compared_bytes_figure(results, s)

@@ -134,7 +134,7 @@ def _measured(results: Results, name: str) -> dict[str, str | None]:
   return {
     "measured": ", ".join(filter(None, (mean and mean.show(2), failed))),
     "- full": difference and difference.show(2, "+"),
-    "lost": None if lost is None else f"{100 * lost:.1f} %",
+    "lost, %": None if lost is None else f"{100 * lost:.1f}",
     "ratio": _show(compression_ratio(results, name), "{:,.1f}"),
   }
 

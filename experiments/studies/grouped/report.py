@@ -104,7 +104,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   frames["language"] = frames["language"].drop(columns="perplexity")
   blocks = {name: markdown(frame) for name, frame in frames.items() if name != "drawing"}
   blocks["drawing"] = _drawing_sentence((cost or {}).get("images"))
-  blocks["not-run"] = not_run(results, "cpu")
+  blocks["language"] += f"\n\n{not_run(results, 'cpu')}"
   figures = {
     "grouped-losses.png": losses(results),
     "grouped-pictures.png": picture_curves(results),
@@ -287,7 +287,7 @@ def _loss(cost: BenchFigures) -> pd.DataFrame:
     "head": [labels.get(name, name) for name in measured],
     "ms": _text(1e3 * numbers("seconds"), "{:.1f}"),
     "faster than materialised": _text(numbers("faster_than_materialised"), "{:.1f}×"),
-    "temporaries": _text(numbers("temp_bytes"), units.size),
+    "temporaries, MiB": _text(numbers("temp_bytes") / 2**20, "{:,.1f}"),
   })  # fmt: skip
 
 

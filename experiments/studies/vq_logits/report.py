@@ -353,8 +353,11 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   frames = {
     "settings": setups(results, settings),
     # Without rows that are neither the paper's nor run.
-    **{name: f[f["paper"].notna() | f["measured"].notna()] for name, f in mains.items()},
-    "ablations": ablations(results, settings["wikitext"]),
+    **{
+      name: f[f["paper"].notna() | f["measured"].notna()].drop(columns="paper")
+      for name, f in mains.items()
+    },
+    "ablations": ablations(results, settings["wikitext"]).drop(columns="paper"),
     "conversions": vq_logits_table(chosen).drop(columns="floor, best bias"),
     "table-3": speed_table(speed),
     "kmeans": kmeans_table(study_page.bench(docs, "kmeans")),

@@ -129,8 +129,8 @@ def origins(results: Results) -> str:
   devices = " and ".join(sorted({row["device"] for row in kept}))
   return (
     f"{len(kept)} results of {len(commits)} commits, {days}, on {devices}, with jax {jax};"
-    " results.jsonl has each commit and all versions."
-    + (f" {uncommitted} had uncommitted changes: a + follows their commit." if uncommitted else "")
+    " results.jsonl has each commit"
+    + (f", with a + after the {uncommitted} of uncommitted changes." if uncommitted else ".")
   )
 
 
