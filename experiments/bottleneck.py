@@ -134,6 +134,9 @@ ROWS: Mapping[str, TrainedRow] = {
   "tree": TrainedRow("tree softmax", lambda d: heads.HierarchicalHead(V, d, zipf_tree)),
 }  # fmt: skip
 
+OFF_PAGE = "dense-8", "dense-16", "codebook-256", "unshared", "residual"
+"""Rows near others, which only the CSV file has."""
+
 
 def row_experiment(name: str, steps: int = 300) -> Experiment:
   """The training of a row."""
@@ -329,11 +332,15 @@ def heads_table(rows: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def update(path: pathlib.Path, result: Mapping[str, Any]) -> bool:
-  """Rewrite the tables of the page; return whether it changed."""
+  """Rewrite the tables of the page and its CSV file; return whether the page changed."""
   rows = result["rows"]
   distinct = lambda key: ", ".join(sorted({str(r["provenance"][key]) for r in rows.values()}))
   origin = f"Commits {distinct('commit')}, on {distinct('device')}."
-  blocks = {"heads": markdown(heads_table(rows)), "origin": origin}
+  heads = heads_table(rows)
+  study_page.save_table(path.with_suffix(".csv"), heads)
+  shown = heads[~heads["head"].isin([ROWS[name].label for name in OFF_PAGE])]
+  shown = shown.drop(columns="5th to 95th percentile", errors="ignore")
+  blocks = {"heads": markdown(shown), "origin": origin}
   return study_page.update_page(path, blocks)
 
 

@@ -560,26 +560,23 @@ def assembled(rows, tables) -> dict:
   return {"sizes": sizes}
 
 
+SHOWN = ("stories", "russian", *UNSEEN)
+"""Texts whose own divergence is shown: an easy one, a hard one, and the unseen ones."""
+
+
 def shown(result) -> str:
-  """The results as tables in Markdown."""
-  sizes = result["sizes"]
+  """The results as a table in Markdown."""
   line = lambda *cells: f"| {' | '.join(map(str, cells))} |"
-  lines = [
-    line("table, bytes", "tokens", "KL", "99th percentile", "same best token", "nats, before"),
-    line("---:", *["---:"] * 5),
-  ]
-  for row in sizes.values():
-    nats = f"{row['nats']:.4f}, {row['nats_before']:.4f}"
-    numbers = f"{row['kl']:.4f}", f"{row['kl_p99']:.3f}", f"{100 * row['top1']:.1f} %", nats
-    lines.append(line(f"{row['bytes']:,}", f"{row['tokens']:,}", *numbers))
-  megabytes = [f"{row['bytes'] / 1e6:.1f} MB" for row in sizes.values()]
-  lines += ["", line("KL by text", "tokens", *megabytes), line("---", *["---:"] * (len(sizes) + 1))]
-  for kind in ("domains", "unseen"):
-    for name, first in next(iter(sizes.values()))[kind].items():
-      if first:
-        found = (f"{row[kind][name]['kl']:.4f}" for row in sizes.values())
-        note = f" ({UNSEEN[name]})" if name in UNSEEN else ""
-        lines.append(line(name + note, first["tokens"], *found))
+  columns = "MB", "KL", "99th percentile", "same best token, %", "nats, before"
+  lines = [line(*columns, *(f"KL, {name}" for name in SHOWN))]
+  lines.append(f"|{'---:|' * (len(columns) + len(SHOWN))}")
+  for row in result["sizes"].values():
+    numbers = f"{row['bytes'] / 1e6:.1f}", f"{row['kl']:.4f}", f"{row['kl_p99']:.3f}"
+    numbers += f"{100 * row['top1']:.1f}", f"{row['nats']:.4f}, {row['nats_before']:.4f}"
+    texts = row["domains"] | row["unseen"]
+    # An interrupted run has not judged every text.
+    kls = (f"{texts[name]['kl']:.4f}" if texts.get(name) else "–" for name in SHOWN)
+    lines.append(line(*numbers, *kls))
   return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import operator
 import pathlib
 import time
 import unittest.mock
@@ -368,40 +369,27 @@ def main() -> int:
 def shown(result) -> str:
   """The results as tables in Markdown."""
   line = lambda *cells: f"| {' | '.join(map(str, cells))} |"
-  share = lambda part: f"{100 * part:.1f} %"
-  own = result["routed"]
-  names = ("domains", *DOMAINS, *UNSEEN)
-  columns = {}
+  table = lambda columns: [line(*columns), f"|---|{'---:|' * (len(columns) - 1)}"]
+  share = lambda part: f"{100 * part:.1f}"
+  own, columns = result["routed"], {}
   for budget in map(str, BUDGETS):
-    rows = int(budget) * 128
     for kind in ("plain", "trained"):
-      columns[f"{rows:,} rows, {kind}"] = own[kind][budget]
-  for width in map(str, PREFILTERS):
-    columns[f"KLT {width}"] = own["prefilters"][width]
-  lines = [line("text", *columns), line("---", *["---:"] * len(columns))]
-  for name in names:
-    label = "all eight domains" if name == "domains" else name
-    label += " (unseen)" if name in UNSEEN else ""
-    lines.append(line(label, *(share(column[name]) for column in columns.values())))
+      columns[f"{int(budget) * 128:,} rows, {kind}"] = own[kind][budget]
+  columns |= {f"KLT {width}": own["prefilters"][str(width)] for width in PREFILTERS}
+  lines = table(["% of the states", *columns])
+  rows = {"eight domains": lambda column: column["domains"]}
+  rows["the worst of them"] = lambda column: min(column[name] for name in DOMAINS)
+  rows |= {f"{name}, unseen": operator.itemgetter(name) for name in UNSEEN}
+  for label, of in rows.items():
+    lines.append(line(label, *(share(of(column)) for column in columns.values())))
   taken = result["milliseconds"]
-  lines += [
-    "",
-    line("milliseconds a call", *(f"batch {b}" for b in taken)),
-    "| --- | ---: | ---: |",
-  ]
+  lines += ["", *table(["milliseconds a call", *(f"batch {b}" for b in taken)])]
   for name in taken["1"]:
     lines.append(line(name, *(f"{row[name]:.1f}" for row in taken.values())))
   if "certified" in result:
     found = result["certified"]
-    lines += [
-      "",
-      line(
-        "certified, beside all scores", "states", "equal", "in the same order",
-        "proved by the first pass",
-        "in doubt: median", "99th percentile", "above 256",
-      ),
-    ]  # fmt: skip
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    columns = "equal", "in the same order", "proved", "in doubt: median", "99th percentile"
+    lines += ["", *table([f"certified, of {found['states']:,}", *columns, "above 256, %"])]
     names = {
       "best": "best token",
       "50": f"50 best, budget {found['budget_50']:,}",
@@ -409,13 +397,9 @@ def shown(result) -> str:
     }
     for name, label in names.items():
       row = found[name]
-      lines.append(
-        line(
-          label, f"{found['states']:,}", f"{row['equal']:,}", f"{row['in_order']:,}",
-          f"{row['proved']:,}",
-          f"{row['median']:g}", f"{row['p99']:g}", share(row["above_256"]),
-        )
-      )  # fmt: skip
+      counts = (f"{row[key]:,}" for key in ("equal", "in_order", "proved"))
+      doubt = f"{row['median']:g}", f"{row['p99']:g}", share(row["above_256"])
+      lines.append(line(label, *counts, *doubt))
   return "\n".join(lines)
 
 

@@ -107,14 +107,14 @@ def main() -> int:
 def shown(result) -> str:
   """The results as a table in Markdown."""
   line = lambda *cells: f"| {' | '.join(map(str, cells))} |"
-  columns = "`--kl`", "bytes", "bits a number", "KL", "same best token", "nats, before"
-  lines = [line("model", "table", *columns), line("---", "---", *["---:"] * 6)]
+  columns = "`--kl`", "bytes", "bits a number", "KL", "same best token, %", "nats, before"
+  lines = [line("model", "table", *columns), f"|---|---|{'---:|' * len(columns)}"]
   for row in result["rows"]:
     vocab, dim = row["shape"]
     sizes = f"{row['bound']:g}", f"{row['bytes']:,}", f"{8 * row['bytes'] / (vocab * dim):.2f}"
     nats = f"{row['nats']:.4f}, {row['nats_before']:.4f}"
-    found = f"{row['kl']:.4f}", f"{100 * row['top1']:.1f} %", nats
-    lines.append(line(row["model"], f"{vocab:,} x {dim}", *sizes, *found))
+    found = f"{row['kl']:.4f}", f"{100 * row['top1']:.1f}", nats
+    lines.append(line(row["model"], f"{vocab:,}×{dim}", *sizes, *found))
   return "\n".join(lines)
 
 

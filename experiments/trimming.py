@@ -53,7 +53,6 @@ def shown(result: Mapping[str, Any]) -> str:
   of = result.__getitem__
   rows = {
     "Gemma 3 270M": ("before", "after"),
-    "---": ("---", "---"),
     "tokens of the vocabulary": (
       f"{of('vocab'):,}",
       f"{of('kept'):,}, of which {of('required'):,} are special or bytes",
@@ -73,7 +72,8 @@ def shown(result: Mapping[str, Any]) -> str:
     ),
     "nats a byte": (f"{of('nats_per_byte'):.4f}", f"{of('nats_per_byte_after'):.4f}"),
   }
-  return "\n".join(f"| {' | '.join([name, *cells])} |" for name, cells in rows.items())
+  head, *lines = (f"| {' | '.join([name, *cells])} |" for name, cells in rows.items())
+  return "\n".join([head, "|---|---|---|", *lines])
 
 
 if __name__ == "__main__":

@@ -97,17 +97,16 @@ def mixed() -> str:
 
 
 def shown(results) -> str:
-  """The results as a table in Markdown: a column a model, with logit lens and tuned lens."""
+  """The results before some blocks as a table in Markdown: logit lens, tuned lens."""
   line = lambda *cells: f"| {' | '.join(map(str, cells))} |"
-  rows = [line("blocks before", *results), line(*["---:"] * (1 + len(results)))]
-  for block in range(max(len(result["logit"]) for result in results.values())):
-    cells = (
-      f"{result['logit'][block]:.3f}, {result['tuned'][block]:.3f}"
-      if block < len(result["logit"])
-      else ""
-      for result in results.values()
+  columns = "model", "blocks", "before the first", "before the middle", "before the last"
+  rows = [line(*columns), f"|---|{'---:|' * (len(columns) - 1)}"]
+  for name, result in results.items():
+    blocks = len(result["logit"])
+    pairs = (
+      f"{result['logit'][at]:.3f}, {result['tuned'][at]:.3f}" for at in (0, blocks // 2, blocks - 1)
     )
-    rows.append(line(block, *cells))
+    rows.append(line(name, blocks, *pairs))
   return "\n".join(rows)
 
 

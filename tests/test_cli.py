@@ -51,6 +51,19 @@ def test_help_loads_neither_jax_nor_the_lab():
   assert not {"jax", "rich", "flax"} & {*loaded.split()}
 
 
+@pytest.mark.parametrize(
+  ("command", "unneeded"),
+  [
+    ("table", {"jax", "flax", "numpy", "matplotlib"}),
+    ("new", {"jax", "flax", "numpy", "matplotlib"}),
+    ("inspect", {"optax", "orbax", "matplotlib", "pandas"}),
+  ],
+)
+def test_a_small_command_loads_only_what_it_needs(command, unneeded):
+  loaded = run(f"import sys, vqjax.commands.{command}; print(*sys.modules)").stdout
+  assert not unneeded & {*loaded.split()}
+
+
 def test_a_missing_package_of_the_lab_names_the_extra():
   ran = run(
     "import sys; sys.modules['rich'] = None\n"

@@ -15,7 +15,7 @@ from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.embeddings.table_file import open_table
 from vqjax.lab import config
 from vqjax.lab.data import BPETokenizer, SentencePieceTokenizer, WordTokenizer
-from vqjax.lab.training.run_folder import Config, MetricsRow, Result
+from vqjax.lab.run_files import Config, MetricsRow, Result
 from vqjax.lm import records
 
 EXAMPLES = int(os.environ.get("VQJAX_EXAMPLES", "1"))

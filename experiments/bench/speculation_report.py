@@ -28,7 +28,7 @@ Figures = Mapping[str, Any]
 
 
 def update(path: pathlib.Path, figures: Figures, of_run: Figures, of_medusa: Figures) -> bool:
-  """Rewrite the generated blocks of the page; return whether it changed.
+  """Rewrite the page's generated blocks and its CSV files; return whether the page changed.
 
   Args:
     path: the page.
@@ -36,16 +36,20 @@ def update(path: pathlib.Path, figures: Figures, of_run: Figures, of_medusa: Fig
     of_run: those of `speculation-run`.
     of_medusa: those of `medusa`.
   """
+  speed, run_speed = speed_table(figures), speed_table(of_run)
+  study_page.save_table(path.with_suffix(".csv"), speed)
+  study_page.save_table(path.with_name("drafters-small.csv"), run_speed)
   blocks = {
-    "speculation-speed": markdown(speed_table(figures), left=2),
-    "speculation-heads": markdown(heads_table(figures)),
-    "speculation-origin": origin(figures),
-    "speculation-run-speed": markdown(speed_table(of_run), left=2),
-    "speculation-run-origin": origin(of_run),
-    "medusa": markdown(medusa_table(of_medusa), left=2),
-    "medusa-origin": medusa_origin(of_medusa),
+    "speculation-speed": markdown(_greedy(speed)),
+    "speculation-heads": f"{markdown(heads_table(figures))}\n\n{origin(figures)}",
+    "speculation-run": f"{markdown(_greedy(run_speed))}\n\n{origin(of_run)}",
+    "medusa": f"{markdown(medusa_table(of_medusa))}\n\n{medusa_origin(of_medusa)}",
   }
   return study_page.update_page(path, blocks)
+
+
+def _greedy(table: pd.DataFrame) -> pd.DataFrame:
+  return table[table["tokens"] == "greedy"].drop(columns="tokens")
 
 
 def domains_of(figures: Figures) -> list[str]:
@@ -104,28 +108,31 @@ def origin(figures: Figures) -> str:
   agreement = ", ".join(f"{x:.2f}" for x in figures["training"]["agreement"])
   kl = ", ".join(f"{x:.2f}" for x in figures["training"]["kl"])
   rounds = "; ".join(
-    f"{name}, a round costs {each['overhead']:.2f} of a token and {each['cost']:.2f} for each draft"
-    " token more than a token without a drafter"
+    f"1 + {each['overhead']:.2f}, and {each['cost']:.2f} a draft token ({name})"
     for name, each in figures["rounds"].items()
-  ).capitalize()
+  )
   return (
     f"{made_by['device']}, jaxlib {made_by['versions']['jaxlib']}, float32, batch 1; prompts of"
     f" {sizes['prompt']} tokens and {sizes['tokens']} new ones, {sizes['prompts']} of {own} and"
     f" {sizes['foreign']} of each other text; {made_by['date'][:10]}, commit {made_by['commit']}."
     f" The drafter was trained for {sizes['settings']['steps']} steps on"
     f" {sizes['positions'] + sizes['written'] * sizes['width']:,} positions. On held-out {own}"
-    f" its predictions, the first to the last of a draft, agree with the model's best token at"
-    f" {agreement} of the positions and are {kl} nats from its distribution. {rounds}. Memory is"
-    f" read at {figures['bandwidth'] / 1e9:.1f} GB/s."
+    f" its tokens, first to last, are the model's best at {agreement} of the positions, with a"
+    f" divergence of {kl} nats. In tokens without a drafter, a round takes {rounds}."
+    f" Memory is read at {figures['bandwidth'] / 1e9:.1f} GB/s."
   )
 
 
 def medusa_table(figures: Figures) -> pd.DataFrame:
   """Tokens a pass with Medusa's blocks, by domain and sampling."""
   return pd.DataFrame(
-    {"text": domain, "tokens": name} | {shape: f"{found:.2f}" for shape, found in row.items()}
+    {"text": domain}
+    | {
+      f"{shape}, {name}": f"{found:.2f}"
+      for name, row in figures[domain].items()
+      for shape, found in row.items()
+    }
     for domain in domains_of(figures)
-    for name, row in figures[domain].items()
   )
 
 

@@ -47,6 +47,8 @@ TOKENS, CODES = 16384, 4096
 ESTIMATE = "compiler's estimate, not a run"
 PARTS = 6
 """Instructions of a program that a row keeps."""
+SHOWN = 2048, 131_072
+"""D and V of the losses on the page."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +207,9 @@ HEADS = {
   "certified over float32": (CertifiedHead, "float32", True),
   "certified over bfloat16": (CertifiedHead, "bfloat16", True),
 }
+SHOWN_HEADS = DENSE_BFLOAT16, "certified over float32"
+"""The heads of the page; the others are near, or twice as slow."""
+
 DECODING: Mapping[str, Callable[[LossOnChip], CostedProgram]] = {
   f"{name}, {batch}": _decoded(make, dtype, batch, certified)
   for name, (make, dtype, certified) in HEADS.items()
@@ -284,14 +289,19 @@ def fill_losses(path: pathlib.Path, cells: Sequence[LossOnChip]) -> None:
 
 
 def render_losses(rows: Mapping[LossOnChip, dict[str, Any]], path: pathlib.Path) -> None:
-  """Rewrite the tables of the page."""
+  """Rewrite the tables of the page, and its CSV files with all sizes and heads."""
   sizes = sorted({(c.dim, c.vocab) for c in rows})
   times = [_line(dim, vocab, name, rows) for dim, vocab in sizes for name in PROGRAMS]
   columns = ["D", "V", "program", *(f"{chip}, estimated ms" for chip in TOPOLOGIES)]
   losses = pd.DataFrame(filter(None, times), columns=[*columns, "temporaries, v5e"])
+  decoding = _decoding(rows)
+  study_page.save_table(path.with_suffix(".csv"), losses)
+  study_page.save_table(path.with_name(f"{path.stem}-decoding.csv"), decoding)
+  is_shown = (losses["D"] == f"{SHOWN[0]:,}") & (losses["V"] == f"{SHOWN[1]:,}")
+  heads = decoding[decoding["head"].isin(SHOWN_HEADS)]
   blocks = {
-    "times": markdown(losses, left=3),
-    "decoding": markdown(_decoding(rows), left=4),
+    "times": markdown(losses[is_shown].drop(columns=["D", "V"])),
+    "decoding": markdown(heads.replace(units.MISSING, None).drop(columns="V"), left=3),
   }
   study_page.update_page(path, blocks)
 

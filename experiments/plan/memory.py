@@ -2,7 +2,7 @@
 
 python -m experiments.plan.memory                every program, with the compilers found here
 python -m experiments.plan.memory --compilers cuda --programs "mixture head"
-python -m experiments.plan.memory --render       the table of the page alone
+python -m experiments.plan.memory --render       the tables of the page alone
 
 TPUs need the extra `plan` and GPUs the extra `plan-gpu`; nothing is run.
 """
@@ -320,7 +320,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows[name] = measured(name, compiler)
         print(compiler, name, *rows[name], file=sys.stderr, flush=True)
         write_text(RESULTS, json.dumps(found, indent=1) + "\n")
-  study_page.update_page(PAGE, {"memory": markdown(table(found), left=1)})
+  every = table(found)
+  study_page.save_table(PAGE.with_suffix(".csv"), every)
+  shared = [name for name in every if name.endswith(f", {DEVICES[-1]}")]
+  shown = every.drop(columns=shared).rename(columns=lambda name: name.removesuffix(", 1"))
+  study_page.update_page(PAGE, {"memory": markdown(shown)})
   print("\n".join(too_large(found)), end="")
   return int(bool(too_large(found)))
 

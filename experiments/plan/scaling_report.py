@@ -14,17 +14,18 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
 from experiments.studies import study_page
 from vqjax.lab import report
-from vqjax.lab.report import INK, SERIES, units
+from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
+from vqjax.lm.pages import INK, SERIES
 
 PlanRows = Mapping[Any, Mapping[str, Any] | None]
 """Cell of the grid -> its row, or None if it has not been planned."""
 
 _METRICS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
   "memory": lambda plan: _fitting(plan),
-  "head": lambda plan: units.size(plan["bytes"]["head"]),
-  "sent": lambda plan: units.size(plan["sent"]),
-  "time": lambda plan: _least(plan),
+  "head's parameters": lambda plan: units.size(plan["bytes"]["head"]),
+  "bytes sent": lambda plan: units.size(plan["sent"]),
+  "time, ms": lambda plan: _least(plan),
 }
 """Quantities of a plan, as the page shows them; the page's prose explains each."""
 
@@ -44,16 +45,17 @@ def _least(plan: Mapping[str, Any]) -> str:
 
 
 def update(rows: PlanRows, path: pathlib.Path) -> None:
-  """Rewrite the page's table of plans, and one for each model and quantity."""
+  """Rewrite the page's table of plans and one of each model, and a CSV file of each model."""
   configs = dict.fromkeys(cell.config for cell in rows)
   blocks = {"plans": markdown(_plans(rows))}
   for config in configs:
     some = {cell: row for cell, row in rows.items() if cell.config == config}
     if any(some.values()):
-      blocks |= {
-        f"{config}-{name}": markdown(_table(some, value), left=2)
-        for name, value in _METRICS.items()
-      }
+      every = pd.concat([_table(some, value).assign(of=name) for name, value in _METRICS.items()])
+      whole = every[["of", *every.columns.drop("of")]].rename(columns={"of": "quantity"})
+      study_page.save_table(path.with_name(f"{path.stem}-{config}.csv"), whole)
+      shown = whole[whole["V"] == whole["V"].iloc[-1]].drop(columns="V")
+      blocks[config] = markdown(shown, left=2)
   study_page.update_page(path, blocks)
 
 

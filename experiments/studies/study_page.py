@@ -6,7 +6,8 @@ A page is prose written by hand. Computed tables and figures stand between marke
   ...
   <!-- end: NAME -->
 
-and `update_page` rewrites only these blocks.
+and `update_page` rewrites only these blocks. A table that is longer than the page needs is whole in
+a CSV file beside the page.
 """
 
 import collections
@@ -54,6 +55,12 @@ def update_page(page: pathlib.Path, blocks: Mapping[str, str]) -> bool:
   return updated != text
 
 
+def save_table(path: pathlib.Path, table: pd.DataFrame) -> pathlib.Path:
+  """Write a table as a CSV file, in which missing cells are empty; return the path."""
+  write_text(path, table.to_csv(index=False, lineterminator="\n"))
+  return path
+
+
 def save_figures(figures: Mapping[str, Figure], docs: pathlib.Path) -> list[pathlib.Path]:
   """Write each figure to docs/images/NAME; return the paths."""
   paths = [docs / "images" / name for name in figures]
@@ -69,8 +76,9 @@ def publish_page(
   results: Results,
   blocks: Mapping[str, str],
   figures: Mapping[str, Figure | None],
+  tables: Mapping[str, pd.DataFrame] | None = None,
 ) -> list[pathlib.Path]:
-  """Rewrite the generated blocks and the figures of a page; return the paths.
+  """Rewrite the generated blocks, the figures and the CSV files of a page; return the paths.
 
   Args:
     docs: folder of the documents.
@@ -78,11 +86,13 @@ def publish_page(
     results: results of the study, whose origins and failures are the block "origins".
     blocks: the other blocks by their names.
     figures: figures by their files in images; None is not drawn.
+    tables: whole tables by their CSV files in results.
   """
   path = docs / "results" / f"{name}.md"
   update_page(path, {**blocks, "origins": f"{origins(results)}\n\n{failures(results)}"})
   drawn = {file: figure for file, figure in figures.items() if figure is not None}
-  return [path, *save_figures(drawn, docs)]
+  saved = [save_table(path.with_name(file), table) for file, table in (tables or {}).items()]
+  return [path, *save_figures(drawn, docs), *saved]
 
 
 def read_paper(path: pathlib.Path) -> dict[str, dict[str, dict[str, str]]]:

@@ -113,3 +113,7 @@ def test_no_assignment_is_below_the_least_floor_and_some_reach_it():
 def test_wrong_tables_and_counts_are_refused(table, counts, message):
   with pytest.raises(ValueError, match=message):
     assign.floor(table, counts)
+
+
+def test_a_floor_prints_its_perplexity():
+  assert str(assign.floor([0, 0, 2], [1, 1, 0])).startswith("perplexity 2.00 at least (0.6931 nats")

@@ -36,6 +36,16 @@ def test_counts_are_printed(folder, capsys):
   ]
 
 
+def test_a_separator_of_the_command_is_that_of_the_text(tmp_path, capsys):
+  config = str(pathlib.Path(__file__).parents[2] / "configs/lm_dense.py")
+  (tmp_path / "a.txt").write_text("\n".join(f"line {n}" for n in range(40)))
+  call = config, f"data.path={tmp_path / 'a.txt'}", "tokenizer.vocab=9", "tokenizer.min_count=1"
+  assert corpus.main([*call, "--separator", r"\n"]) == 0
+  assert "train: 36 documents, " in capsys.readouterr().out
+  assert corpus.main([CONFIG, "--separator", "x"]) == 2
+  assert "`data.separator` must name a field of Filtered" in capsys.readouterr().err
+
+
 def test_a_wrong_call_names_the_remedy(folder, capsys):
   arguments = CONFIG, f"data.source.path={folder}", "data.fraction=1"
   assert corpus.main([*arguments]) == 2

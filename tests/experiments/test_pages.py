@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import pathlib
 import shutil
 
 import pytest
@@ -47,6 +48,11 @@ def test_every_tuned_lens_is_below_the_logit_lens_at_every_block():
     assert all(tuned < logit for tuned, logit in zip(result["tuned"], result["logit"]))
 
 
+def assert_tables_are_those_of_the_docs(folder):
+  for table in folder.glob("*.csv"):
+    assert table.read_bytes() == (DOCS / "results" / table.name).read_bytes()
+
+
 PAGES = {
   "article": (article, lambda: [json.loads(article.RESULTS.read_text("utf-8"))]),
   "bottleneck": (bottleneck, lambda: [json.loads(bottleneck.RESULTS.read_text("utf-8"))]),
@@ -63,8 +69,9 @@ PAGES = {
 @pytest.mark.parametrize("name", PAGES)
 def test_rendering_a_page_again_changes_nothing(name, tmp_path):
   module, results = PAGES[name]
-  copy = shutil.copy(module.PAGE, tmp_path / "page.md")
-  assert not module.update(copy, *results())
+  copy = shutil.copy(module.PAGE, tmp_path / module.PAGE.name)
+  assert not module.update(pathlib.Path(copy), *results())
+  assert_tables_are_those_of_the_docs(tmp_path)
 
 
 def test_the_figures_of_drafters_are_plotted():
@@ -86,6 +93,7 @@ def test_rendering_reproduces_the_page_of_a_study_and_again_changes_nothing(name
   first = render()
   page = first[f"{name}.md"]
   assert page == (DOCS / "results" / f"{name}.md").read_bytes()
+  assert_tables_are_those_of_the_docs(tmp_path / "results")
   figures = [file for file in first if file.endswith(".png")]
   assert figures
   assert all(f"(../images/{file})".encode() in page for file in figures)

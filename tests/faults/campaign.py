@@ -150,7 +150,7 @@ class Lab:
 
 def outcome_of(run: pathlib.Path) -> dict[str, Any]:
   """Everything of a finished run that must be equal bit by bit."""
-  from vqjax.lab.training.run_folder import read_metrics, read_result
+  from vqjax.lab.run_files import read_metrics, read_result
 
   result = read_result(run)
   newest = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())

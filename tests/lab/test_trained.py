@@ -8,7 +8,7 @@ import pytest
 
 from vqjax.commands import generate, score, train
 from vqjax.commands.models import load_model
-from vqjax.lab.training.run_folder import read_config
+from vqjax.lab.run_files import read_config
 from vqjax.lm import records
 
 CONFIG = """
@@ -50,6 +50,25 @@ def test_a_run_generates_and_scores_its_text(run, capsys):
   nats = found["nats_per_token"] * found["tokens"]
   assert nats == pytest.approx(found["nats_per_byte"] * size)
   assert 0 < found["nats_per_token"] < 4.2  # below log 61, the uniform distribution
+
+
+def test_documents_of_a_file_are_scored_each_by_itself(run, tmp_path, capsys):
+  folder, config, _ = run
+  file, documents = tmp_path / "some.txt", ("w0 w7 w3", "w1 w2")
+
+  def scored(text, *more):
+    file.write_text(text)
+    given = [str(folder), "--config", str(config), "--text", str(file), "--json", *more]
+    assert score.main(given) == 0
+    return json.loads(capsys.readouterr().out)
+
+  alone = [scored(document) for document in documents]
+  found = scored(" | ".join([*documents, ""]), "--separator", "|")
+  assert (found["documents"], found["tokens"]) == (2, sum(one["tokens"] for one in alone))
+  nats = sum(one["nats_per_token"] * one["tokens"] for one in alone)
+  # Sums of a handful of float32 numbers.
+  assert found["nats_per_token"] * found["tokens"] == pytest.approx(nats, rel=1e-6)
+  assert found["bytes"] == sum(one["bytes"] for one in alone)
 
 
 def test_a_run_knows_the_file_that_it_was_made_from(run, tmp_path, monkeypatch):

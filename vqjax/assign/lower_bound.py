@@ -57,6 +57,10 @@ class Floor:
     """exp(nats), below which no model can be."""
     return math.exp(self.nats)
 
+  def __str__(self) -> str:
+    codes = f"{self.sizes.size:,} codes, {self.dead.size:,} of them without tokens"
+    return f"perplexity {self.perplexity:.2f} at least ({self.nats:.4f} nats a token; {codes})"
+
 
 def floor(
   assignment: ArrayLike | tuple,

@@ -3,10 +3,12 @@
 vqjax corpus configs/vq_logits/ptb.py
 """
 
+import argparse
 import time
 
+from vqjax.commands.console import option
 from vqjax.commands.run_folders import config_parser, with_config
-from vqjax.lab.config import Experiment
+from vqjax.lab.config import Experiment, with_fields
 from vqjax.lab.data import Filtered, encode_split, fit_tokenizer
 from vqjax.lab.data.source import SPLITS
 
@@ -16,16 +18,24 @@ EXAMPLES = """\
 examples:
   vqjax corpus configs/vq_logits/c4.py data.fraction=0.001 tokenizer.vocab=8000
   vqjax corpus configs/vq_logits/ptb.py
+  vqjax corpus configs/lm_dense.py data.path=stories.txt --separator '<|endoftext|>'
 
 The command fits the tokenizer and encodes the text where the cache lacks them, so that training on
-the same config starts at once."""
+the same config starts at once. It is trained with the same data.separator."""
 
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return its exit code: 2 for a wrong call."""
   description = "Count a corpus: the documents that its filters drop, and its tokens."
   parser = config_parser("corpus", description, EXAMPLES)
-  return with_config(parser, arguments, lambda experiment, _: _print_counts(experiment))
+  text = "text between documents: the field data.separator, such as '<|endoftext|>'"
+  option(parser, "--separator", text, metavar="TEXT")
+
+  def act(experiment: Experiment, options: argparse.Namespace) -> None:
+    separator = {} if options.separator is None else {"data.separator": options.separator}
+    _print_counts(with_fields(experiment, separator))
+
+  return with_config(parser, arguments, act)
 
 
 def _print_counts(experiment: Experiment) -> None:

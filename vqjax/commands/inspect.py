@@ -16,8 +16,7 @@ from rich.table import Table
 
 from vqjax.commands.console import OutputFile, flag, new_parser, option, run
 from vqjax.lab.exits import say
-from vqjax.lm.checkpoints import Inspection, inspect
-from vqjax.lm.checkpoints.inspection import Tensors, inspect_tensors, is_known
+from vqjax.lm.checkpoints.inspection import Inspection, Tensors, inspect, inspect_tensors, is_known
 from vqjax.lm.records import one_line
 
 __all__ = []

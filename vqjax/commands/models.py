@@ -66,7 +66,7 @@ def load_model(
 def _experiment_of_run(folder: pathlib.Path) -> Any:
   """The experiment of a run folder, made again from the file that its config.json names."""
   from vqjax.lab.config import load_config, override, with_fields
-  from vqjax.lab.training.run_folder import read_config
+  from vqjax.lab.run_files import read_config
 
   source = (read_config(folder) or {}).get("source") or {}
   file = source.get("study") or source.get("config")

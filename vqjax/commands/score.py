@@ -2,6 +2,7 @@
 
 vqjax score gemma-3-270m-q4_k_m.gguf --text article.txt
 vqjax score runs/demo/codebook --text article.txt --json
+vqjax score stories260K.bin --text stories.txt --separator '<|endoftext|>'
 """
 
 import argparse
@@ -12,7 +13,7 @@ import pathlib
 from vqjax.commands.console import flag, new_parser, option, run
 from vqjax.commands.models import add_arguments, load_model
 from vqjax.lm.generation import score
-from vqjax.lm.texts import data_path, read_text
+from vqjax.lm.texts import check_separator, data_path, read_text, split_documents
 
 __all__ = []
 
@@ -28,6 +29,12 @@ def main(arguments: list[str] | None = None) -> int:
   option(parser, "--text", "file of text in UTF-8", pathlib.Path, required=True)
   option(
     parser,
+    "--separator",
+    r"text between documents, which are scored each by itself, such as '<|endoftext|>' or '\n'",
+    metavar="TEXT",
+  )
+  option(
+    parser,
     "--stride",
     "tokens by which a window starts after the one before (default: half the context)",
     int,
@@ -38,20 +45,29 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _score(options: argparse.Namespace) -> None:
   text = read_text(data_path(str(options.text), kind="text"))
+  check_separator(options.separator, "--separator")
+  documents = [text]
+  if options.separator is not None:
+    documents = [*split_documents(text, options.separator)]
   model, variables, tokenizer = load_model(
     options.model, options.config, options.overrides, options.dtype
   )
-  tokens = list(tokenizer.encode(text))
-  if len(tokens) < 2:
+  encoded = [list(tokenizer.encode(document)) for document in documents]
+  scored = [(each, tokens) for each, tokens in zip(documents, encoded) if len(tokens) > 1]
+  if not scored:
     raise ValueError(
-      f"`--text` must have a token to predict; got {len(tokens)} tokens in {options.text}. Give a"
-      " longer text."
+      f"`--text` must have a token to predict; got {sum(map(len, encoded))} tokens in"
+      f" {options.text}. Give a longer text."
     )
-  nats = -float(score(model, variables, [tokens], stride=options.stride)[0].sum(dtype=float))
+  scores = score(model, variables, [tokens for _, tokens in scored], stride=options.stride)
+  nats = -float(sum(row.sum(dtype=float) for row in scores))
+  predicted = sum(map(len, scores))
   # The first token is not predicted; it is that of BOS in most models, which stands for no byte.
-  predicted = len(tokens) - 1
-  size = len(text.encode()) - len(tokenizer.decode(tokens[:1]).encode())
+  size = sum(
+    len(each.encode()) - len(tokenizer.decode(tokens[:1]).encode()) for each, tokens in scored
+  )
   result = {
+    **({} if options.separator is None else {"documents": len(scored)}),
     "tokens": predicted,
     "bytes": size,
     "nats_per_token": nats / predicted,
@@ -61,7 +77,8 @@ def _score(options: argparse.Namespace) -> None:
   if options.json:
     print(json.dumps(result, indent=2))
     return
+  of = "" if options.separator is None else f" in {len(scored):,} documents"
   print(
     f"{result['nats_per_token']:.4f} nats/token, {result['nats_per_byte']:.4f} nats/byte,"
-    f" perplexity {result['perplexity']:.2f} over {predicted:,} tokens, {size:,} bytes"
+    f" perplexity {result['perplexity']:.2f} over {predicted:,} tokens, {size:,} bytes{of}"
   )

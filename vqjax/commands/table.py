@@ -23,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser = new_parser(
     "table",
     "Compare the runs below a folder by the JSON that they wrote.",
-    "A missing value is a dash, one of a failed run is 'failed'; the best value is bold.",
+    "A missing value is a dash, one of a failed run is 'failed'. The best value is bold; of quality"
+    " only where all runs have equally many steps and tokens.",
   )
   parser.add_argument(
     "folder", type=pathlib.Path, help="a run folder, or a folder with run folders"

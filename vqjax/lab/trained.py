@@ -6,9 +6,9 @@ import pathlib
 
 from vqjax.lab.config import Experiment, config_hash, describe, difference, with_vocab
 from vqjax.lab.data import fit_tokenizer
+from vqjax.lab.run_files import read_config
 from vqjax.lab.starting_points import Distilled, student_of
 from vqjax.lab.training import read_run_variables
-from vqjax.lab.training.run_folder import read_config
 from vqjax.lm.checkpoints import Loaded
 
 __all__ = []

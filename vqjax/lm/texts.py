@@ -55,6 +55,28 @@ def read_text(path: pathlib.Path) -> str:
   return _decoded(path.read_bytes(), path).removeprefix("\ufeff").replace("\r\n", "\n")
 
 
+def split_documents(text: str, separator: str) -> Iterator[str]:
+  """Yield the documents of a text between separators, without blanks around them or empty ones.
+
+  Args:
+    text: the text of a file.
+    separator: what is between two documents, such as "<|endoftext|>"; `\\n` (a backslash and an n,
+      as a shell passes it) stands for the end of a line.
+  """
+  for document in text.split(separator.replace("\\n", "\n")):
+    if document.strip():
+      yield document.strip()
+
+
+def check_separator(separator: str | None, name: str) -> None:
+  """Raise ValueError for an empty separator, given by the option or field `name`."""
+  if separator == "":
+    raise ValueError(
+      f"`{name}` must be a text between documents; got an empty one. Give one such as"
+      " '<|endoftext|>', or '\\n' for a document in each line."
+    )
+
+
 def read_lines(path: pathlib.Path) -> Iterator[str]:
   """Yield the lines of a file; only `\\n` ends a line, not a form feed or U+2028.
 

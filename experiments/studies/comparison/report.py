@@ -29,6 +29,9 @@ from vqjax.lm.pages import SERIES, blank
 EQUIVALENCE = 1.0
 """Per cent of perplexity within which two heads count as equal."""
 
+OFF_PAGE = "tied-memory", "dense-contexts-memory", "tied-distilled-memory"
+"""Compressed forms of other rows, which only the CSV file has."""
+
 AT_RANDOM = "dense"
 """The row of the untied full softmax that begins at random."""
 
@@ -101,7 +104,7 @@ def comparison_table(
       parts = next(iter(of_reference.values()))
       line["bytes, of the reference"] = units.ratio(size / head_bytes(rows(s)[0], parts, s))
       inputs = parts["embedding"]["state_bytes"]
-      line["bytes, with the inputs"] = units.size(size + (0 if row.is_tied else inputs))
+      line["MiB with the inputs"] = f"{(size + (0 if row.is_tied else inputs)) / 2**20:.2f}"
     if costs:
       own = costs.get(row.name, {})
       times = {"training": own.get("step"), "sample": own.get("sample")}
@@ -155,33 +158,42 @@ def _processor(device: str) -> str:
 
 
 def summary(results: Results, s: ComparisonSetting) -> str:
-  """Sentences on the hours of the runs, and on the rows without a result."""
+  """A sentence on the hours of a setting's runs, and on the rows without a result."""
   spent = collections.Counter()
   for name, kept in results.items():
     if name.startswith(f"{s.name}/"):
       seconds = kept.get("seconds") or kept["result"].get("train", {}).get("seconds") or 0.0
       spent[_processor(kept["result"]["device"])] += seconds / 3600
-  missing = [
-    f"`{s.name}/{row.name}`"
-    for row in rows(s)
-    if not finished_results(results, f"{s.name}/{row.name}")
-  ]
-  parts = [f"{of:.1f} hours of processes on {name}s" for name, of in sorted(spent.items())]
-  took = f"Trainings and tunings took {' and '.join(parts) or units.MISSING}."
-  return took + (f" Not run: {', '.join(missing)}." if missing else " Every row was run.")
+  missing = [f"`{row.name}`" for row in rows(s) if not finished_results(results, _job(s, row))]
+  parts = [f"{of:.1f} hours on {name}s" for name, of in sorted(spent.items())]
+  took = f"{s.name}: {' and '.join(parts) or units.MISSING}"
+  return took + (f"; not run: {', '.join(missing)}." if missing else ".")
+
+
+def _job(s: ComparisonSetting, row: ComparisonRow) -> str:
+  return f"{s.name}/{row.name}"
 
 
 def tunings(results: Results, s: ComparisonSetting) -> pd.DataFrame:
   """The chosen values and the rows whose tuning chose them."""
   chosen = collections.defaultdict(list)
   for row in rows(s):
-    kept = results.get(f"{s.name}/{row.name}-tuning")
+    kept = results.get(f"{_job(s, row)}-tuning")
     if kept and kept["trials"]:
       values = ", ".join(f"{value:g}" for value in kept["chosen"].values())
       chosen[values].append(f"`{row.name}`")
   shown = {"text": s.name, "learning rate": list(chosen)}
   shown["chosen by"] = [", ".join(names) for names in chosen.values()]
   return pd.DataFrame(shown)
+
+
+def tuning_sentence(chosen: pd.DataFrame) -> str:
+  """What the tunings of a setting chose: the usual value, and the rows of the others."""
+  first, *others = sorted(
+    chosen.itertuples(index=False), key=lambda line: -len(line[2].split(", "))
+  )
+  apart = "".join(f", but {value} for {names}" for _, value, names in others)
+  return f"{first[0]}: {first[1]} ({len(first[2].split(', '))} tunings){apart}."
 
 
 def compared_bytes_figure(results: Results, s: ComparisonSetting) -> Figure | None:
@@ -229,16 +241,25 @@ def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
   return {title: frame for title, frame in every.items() if len(frame)}
 
 
+def whole_table(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+  """All columns of a setting's rows, their names first."""
+  named = tables["runs"].set_index("row").rename(index=lambda name: name.strip("`"))
+  return pd.concat([tables["heads"].set_axis(named.index), named], axis=1).reset_index()
+
+
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
-  """Rewrite the generated blocks and the figures of the page; return their paths."""
-  blocks, figures, tuned = {}, {}, []
+  """Rewrite the generated blocks, figures and CSV files of the page; return their paths."""
+  blocks, figures, whole, tuned, took = {}, {}, {}, [], []
   for s in SCALES["cpu"]:
     tables = _tables(results, s, docs)
-    tuned.append(tables["tunings"])
-    for title in ("heads", "runs") if s.name == "ptb" else ("heads",):
-      frame = tables[title]
-      blocks[f"{s.name}-{title}"] = markdown(frame) if len(frame) else units.MISSING
-    blocks[f"{s.name}-summary"] = summary(results, s)
+    is_shown = ~tables["runs"]["row"].str.strip("`").isin(OFF_PAGE)
+    shown = tables["heads"][is_shown].drop(columns="verdict", errors="ignore")
+    blocks[f"{s.name}-heads"] = markdown(shown) if len(shown) else units.MISSING
+    whole[f"comparison-{s.name}.csv"] = whole_table(tables)
     figures[f"comparison-{s.name}.png"] = compared_bytes_figure(results, s)
-  blocks["tunings"] = markdown(pd.concat(tuned), left=3)
-  return study_page.publish_page(docs, "comparison", results, blocks, figures)
+    took.append(summary(results, s))
+    if len(tables["tunings"]):
+      tuned.append(tuning_sentence(tables["tunings"]))
+  blocks["tunings"] = "\n".join(tuned)
+  blocks["hours"] = "\n".join(took)
+  return study_page.publish_page(docs, "comparison", results, blocks, figures, whole)

@@ -15,9 +15,10 @@ from experiments.studies import study_page
 from experiments.studies.dpq.rows import rows
 from experiments.studies.dpq.settings import SCALES, STAND_INS, CodeSize, DPQSetting
 from experiments.studies.study_page import DOCS
-from vqjax.lab.report import INK, SERIES, units
+from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
 from vqjax.lab.study.seeds import Results, Spread, finished_results, results_by_seed
+from vqjax.lm.pages import INK, SERIES
 
 PRINTED = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))
 """The scores and compression ratios that the paper prints: table, "setting/row", column, value."""
@@ -62,6 +63,8 @@ TITLES = {
 KINDS = {"sx": "DPQ-SX", "vq": "DPQ-VQ"}
 WORDS_OF = "ptb-small"
 """The setting whose neighbours and codes the page shows."""
+SHOWN_WORD, SHOWN_SUBSPACES = "`toronto`", "x130"
+"""What the page shows of the tables of neighbours and of steps; the CSV files have all."""
 
 
 def scores_by_seed(results: Results, name: str) -> dict[int, float]:
@@ -131,7 +134,7 @@ def _measured(results: Results, name: str) -> dict[str, str | None]:
   return {
     "measured": ", ".join(filter(None, (mean and mean.show(2), failed))),
     "- full": difference and difference.show(2, "+"),
-    "lost": None if lost is None else f"{100 * lost:.1f} %",
+    "lost, %": None if lost is None else f"{100 * lost:.1f}",
     "ratio": _show(compression_ratio(results, name), "{:,.1f}"),
   }
 
@@ -211,20 +214,29 @@ def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
   return {title: frame for title, frame in every.items() if len(frame)}
 
 
+def _without_setting(frame: pd.DataFrame) -> pd.DataFrame:
+  """The rows of a table without the setting in their labels, where all have the same."""
+  settings = frame["run"].str.partition(": ")[0]
+  return frame.assign(run=frame["run"].str.partition(": ")[2]) if settings.nunique() == 1 else frame
+
+
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
-  """Rewrite the generated blocks and figures of the page; return their paths."""
+  """Rewrite the generated blocks, the figures and CSV files of the page; return their paths."""
   cost = study_page.bench(docs, "dpq")
-  frames = {name.lower().replace(" ", "-"): dpq_table(results, "cpu", name) for name in ON_PAGE} | {
-    "neighbours": neighbours(results),
-    "corrected-ratios": corrected_ratios(),
-    "training-cost": training_cost(cost["training"]) if cost else pd.DataFrame(),
+  training = training_cost(cost["training"]) if cost else pd.DataFrame(columns=["K x M"])
+  nearest = neighbours(results)
+  tables = {name: dpq_table(results, "cpu", name) for name in ON_PAGE}
+  frames = {
+    **{name.lower().replace(" ", "-"): _without_setting(f) for name, f in tables.items()},
+    "neighbours": nearest[nearest["word"] == SHOWN_WORD],
+    "training-cost": training[training["K x M"].str.endswith(SHOWN_SUBSPACES)],
     "inference-cost": inference_cost(cost) if cost else pd.DataFrame(),
   }
-  left = {"neighbours": 3, "corrected-ratios": 2}
   blocks = {
-    name: markdown(frame, left.get(name, 1)) if len(frame) else "Not run."
+    name: markdown(frame, 3 if name == "neighbours" else 1) if len(frame) else "Not run."
     for name, frame in frames.items()
   }
+  whole = {"neighbours": nearest, "ratios": corrected_ratios(), "steps": training}
   grid, changes = SCALES["cpu"]["ag-news-grid"], SCALES["cpu"]["ag-news-changes"]
   with matplotlib.rc_context(STYLE):
     figures = {
@@ -234,7 +246,8 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
       "dpq-codes.png": usage_figure(results, WORDS_OF),
       "dpq-changes.png": changes_figure(results, changes),
     }
-  return study_page.publish_page(docs, "dpq", results, blocks, figures)
+  named = {f"dpq-{name}.csv": frame for name, frame in whole.items()}
+  return study_page.publish_page(docs, "dpq", results, blocks, figures, named)
 
 
 STYLE = {

@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 from experiments.studies import study_page
 from experiments.studies.grouped.rows import SCALES, TEACHER, rows
 from experiments.studies.study_page import DOCS
-from vqjax.lab.report import INK, SERIES, units
+from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
 from vqjax.lab.study.seeds import Results
+from vqjax.lm.pages import INK, SERIES
 
 BenchFigures = Mapping[str, Any]
 """The measurements of `python -m experiments.bench`."""
@@ -31,6 +32,9 @@ MODELS = {
 
 WIDTHS = {128: "8.1 M", 256: "19.3 M", 1024: "152 M", 2048: "659 M"}
 """Width of Tables 2 and 3 -> the model's parameters as the paper prints them."""
+
+SHOWN_WIDTHS = {"memory": ("128 ", "2048 "), "speed": ("128 ",)}
+"""The widths of Tables 2 and 3 that the page shows; the CSV files have all."""
 
 SQRT = 224
 """floor(sqrt V) of GPT-2's vocabulary."""
@@ -87,18 +91,26 @@ def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
 
 
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
-  """Rewrite the generated blocks and the figures of the page; return their paths."""
+  """Rewrite the generated blocks, the figures and CSV files of the page; return their paths."""
   cost = read_cost(docs)
   # The page has no grades as long as the only ones are the paper's.
   frames = page_tables(results, "cpu", cost)
-  blocks = {name: markdown(f) for name, f in frames.items() if name != "grades"}
-  blocks["not-run"] = not_run(results, "cpu")
+  frames.pop("grades", None)
+  whole = {f"grouped-{name}.csv": frames[name] for name in ("groups", "memory", "speed")}
+  for name in ("memory", "speed"):
+    frames[name] = frames[name][frames[name]["width"].str.startswith(SHOWN_WIDTHS[name])]
+  loss = frames["groups"]["loss"].astype(float)
+  frames["groups"] = frames["groups"].loc[sorted({0, loss.argmax(), len(loss) - 1})]
+  frames["language"] = frames["language"].drop(columns="perplexity")
+  blocks = {name: markdown(frame) for name, frame in frames.items() if name != "drawing"}
+  blocks["drawing"] = _drawing_sentence((cost or {}).get("images"))
+  blocks["language"] += f"\n\n{not_run(results, 'cpu')}"
   figures = {
     "grouped-losses.png": losses(results),
     "grouped-pictures.png": picture_curves(results),
     "grouped-sizes.png": sizes_figure(results, cost or {}),
   }
-  return study_page.publish_page(docs, "grouped", results, blocks, figures)
+  return study_page.publish_page(docs, "grouped", results, blocks, figures, whole)
 
 
 def _numbers(source: Mapping[str, Any], names: Iterable[str], *path: str) -> pd.Series:
@@ -216,8 +228,7 @@ def _top(results: Results) -> pd.DataFrame:
       "probability of the 50": f"{top['mass']:.2f}",
       "all groups, ms": f"{1e3 * top['seconds_all']:.2f}",
       "best-first, ms": f"{1e3 * top['seconds']:.2f}",
-      "ratio": f"{top['ratio']:.3f}",
-      "equal": "yes" if top["same"] else "no",
+      "equal": None if top["same"] else "no",
     }
     for top in (kept["top"] for kept in results.values() if "top" in kept)
   ])  # fmt: skip
@@ -276,7 +287,7 @@ def _loss(cost: BenchFigures) -> pd.DataFrame:
     "head": [labels.get(name, name) for name in measured],
     "ms": _text(1e3 * numbers("seconds"), "{:.1f}"),
     "faster than materialised": _text(numbers("faster_than_materialised"), "{:.1f}×"),
-    "temporaries": _text(numbers("temp_bytes"), units.size),
+    "temporaries, MiB": _text(numbers("temp_bytes") / 2**20, "{:,.1f}"),
   })  # fmt: skip
 
 
@@ -302,6 +313,18 @@ def _drawing(cost: BenchFigures) -> pd.DataFrame:
     | {"draw / step, %": f"{100 * images['draw_of_step']:.1f}"}
     for images in lines
   ])  # fmt: skip
+
+
+def _drawing_sentence(images: Mapping[str, Any] | None) -> str:
+  """What drawing the pictures of a step costs."""
+  if images is None:
+    return units.MISSING
+  draw, step = (1e3 * images["seconds"][name] for name in ("draw", "step"))
+  return (
+    f"Pictures are drawn inside the training step: {draw:.1f} ms for {images['batch']} of all"
+    f" {images['classes']:,} classes, {100 * images['draw_of_step']:.1f} % of a step of"
+    f" {step:.0f} ms."
+  )
 
 
 def _frame(axes: Axes, across: str, up: str) -> None:

@@ -43,11 +43,12 @@ from experiments.studies.study import PaperStudy
 from vqjax import GroupedHead, Head
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment, config_hash
+from vqjax.lab.run_files import read_metrics
 from vqjax.lab.study.compressed import held_out_scores
 from vqjax.lab.study.jobs import JobList, StudyJob, derived, training_job
 from vqjax.lab.training import read_run_variables
 from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.run_folder import load_text, read_metrics
+from vqjax.lab.training.run_folder import load_text
 from vqjax.sharding import make_mesh
 
 CURVE_POINTS = 60

@@ -44,6 +44,16 @@ FAMILIES = {
 }
 """Series of the figure of bytes -> classes of heads."""
 
+OFF_PAGE = (
+  "weighted-1024",
+  "alone-1024",
+  "commitment-1024",
+  "product-distilled",
+  "vq-512",
+  "vq-256",
+)
+"""Conversions that only the CSV file has: near others, or in Table 10."""
+
 
 PAPER = study_page.read_paper(pathlib.Path(__file__).with_name("paper.csv"))
 
@@ -190,32 +200,35 @@ def setups(results: Results, settings: Mapping[str, VQLogitsSetting]) -> pd.Data
   )
 
 
-def paper_speed() -> pd.DataFrame:
-  """The paper's times of the logits."""
-  printed = PAPER["Table 3"]
-  return pd.DataFrame(
-    {
-      "paper": row,
-      "weights, MB": cells["weights_MB"],
-      "milliseconds": cells["ms"],
-      "times faster": f"{float(printed['full']['ms']) / float(cells['ms']):.1f}×",
-    }
-    for row, cells in printed.items()
+def ablations(results: Results, setting: VQLogitsSetting) -> pd.DataFrame:
+  """The rows of Tables 2, 6 and 7, which all vary one codebook; each once."""
+  # No row of Section 6 was run.
+  tables = {name: paper_table(results, setting, name) for name in ABLATIONS[:-1]}
+  joined = pd.concat(
+    [frame.assign(table=name.removeprefix("Table ")) for name, frame in tables.items()]
   )
+  # The full softmax is in Table 1, and all of these heads have its codebook's bytes.
+  varied = joined[joined["run"] != "Full softmax"].drop_duplicates("run")
+  return varied.drop(columns="of full")
 
 
 def speed_table(speed: Mapping[str, Any] | None) -> pd.DataFrame:
   """Times and temporaries of the benchmark `codebook`; empty if it was not run."""
   kinds = {"log-probabilities": "forward", "loss and gradient": "training"}
+  printed = PAPER["Table 3"]
+  times = {
+    f"codebook K={name.removeprefix('vq-')}": float(printed["full"]["ms"]) / float(cells["ms"])
+    for name, cells in printed.items()
+  }
   return pd.DataFrame(
-    {"run": name}
+    {"run": name, "paper, times faster": f"{times[name]:.1f}×" if name in times else None}
     | {
       title: cell
       for kind, key in kinds.items()
       for title, cell in (
         (f"{kind}, ms", units.milliseconds(speed[key][name]["seconds"])),
         (f"{kind}, times faster", units.ratio(speed[key][name]["times_faster"])),
-        (f"{kind}, temporaries", units.size(speed[key][name]["temp_bytes"])),
+        (f"{kind}, MiB", f"{speed[key][name]['temp_bytes'] / 2**20:,.1f}"),
       )
     }
     for name in (speed or {"forward": ()})["forward"]
@@ -329,17 +342,23 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
 
 
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
-  """Rewrite the generated blocks and figures of the page; return their paths."""
+  """Rewrite the generated blocks, figures and the CSV file of the page; return their paths."""
   settings = SCALES["cpu"]
   speed = study_page.bench(docs, "codebook")
   converted = conversions(results, settings["ptb"])
+  mains = {
+    _slug(table): paper_table(results, settings[name], table) for name, table in MAIN.items()
+  }
+  chosen = [m for m in converted if m.row.name not in OFF_PAGE]
   frames = {
     "settings": setups(results, settings),
-    **{_slug(table): paper_table(results, settings[name], table) for name, table in MAIN.items()},
-    # No row of Section 6 was run.
-    **{_slug(name): paper_table(results, settings["wikitext"], name) for name in ABLATIONS[:-1]},
-    "conversions": vq_logits_table(converted),
-    "paper-speed": paper_speed(),
+    # Without rows that are neither the paper's nor run.
+    **{
+      name: f[f["paper"].notna() | f["measured"].notna()].drop(columns="paper")
+      for name, f in mains.items()
+    },
+    "ablations": ablations(results, settings["wikitext"]).drop(columns="paper"),
+    "conversions": vq_logits_table(chosen).drop(columns="floor, best bias"),
     "table-3": speed_table(speed),
     "kmeans": kmeans_table(study_page.bench(docs, "kmeans")),
   }
@@ -356,7 +375,8 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     "vq-codes.png": codes_figure(results, settings),
     "vq-speed.png": speed_figure(speed) if speed else None,
   }
-  return study_page.publish_page(docs, "vq_logits", results, blocks, figures)
+  whole = {"vq_logits-conversions.csv": vq_logits_table(converted)}
+  return study_page.publish_page(docs, "vq_logits", results, blocks, figures, whole)
 
 
 def _slug(table: str) -> str:

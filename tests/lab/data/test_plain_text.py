@@ -87,6 +87,20 @@ def test_files_named_for_splits_are_the_splits(tmp_path):
   assert split_of(Text(str(tmp_path))) == {"a": "train", "b": "valid", "c": "test"}
 
 
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n", r"\n"])
+def test_a_separator_is_between_documents(tmp_path, separator):
+  documents = [f"document {i}" for i in range(20)]
+  between = separator.replace(r"\n", "\n")
+  text = between.join([*documents, "", " "])
+  (tmp_path / "a.txt").write_text(text)
+  source = Text(str(tmp_path / "a.txt"), separator=separator)
+  assert sorted(split_of(source)) == sorted(documents)
+  assert source.fingerprint() != Text(source.path).fingerprint()
+  for name in ("train.txt", "test.txt", "more.txt"):
+    (tmp_path / name).write_text(text)
+  assert list(Text(str(tmp_path), separator=separator).documents("train")) == documents
+
+
 def test_line_ends_and_byte_order_mark_are_not_text(tmp_path):
   (tmp_path / "train.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n\r\nthree")
   assert list(Text(str(tmp_path)).documents("train")) == ["one\ntwo", "three"]
@@ -123,6 +137,13 @@ SPLIT_BY = "`data.valid_fraction` and `data.test_fraction` must"
     ({"a.txt": b"a"}, (), "dev", "`split` must be one of train, valid, test; got 'dev'"),
     ({"a.txt": b"a\n\nb"}, (0.0,), "valid", r"a document for 'valid'; got 2 .*valid_fraction"),
     ({"train.txt": b"a", "train.md": b"b"}, (), "train", r"got train\.md and train\.txt"),
+    (
+      {"a.txt": b"a\nb"},
+      (),
+      "train",
+      r"separator=\\\\n .*, lower data\.valid_fraction and data\.test",
+    ),
+    ({"a.txt": b"a"}, (0.1, 0.1, ""), "train", r"`data\.separator` must be a text .*an empty one"),
     ({"a.txt": b"a"}, (-0.1, 0.1), "train", SPLIT_BY),
     ({"a.txt": b"a"}, (0.5, 0.5), "train", SPLIT_BY),
   ],

@@ -17,11 +17,11 @@ def quality(perplexity: float) -> dict:
 def write_run(tmp_path):
   """Writes a run folder below `tmp_path / "runs"`, unfinished without `result`."""
 
-  def write(folder: str, result: dict | None, steps: int = 40):
+  def write(folder: str, result: dict | None, steps: int = 40, config: dict | None = None):
     path = tmp_path / "runs" / folder
     path.mkdir(parents=True)
-    config = {"hash": "0123456789ab", "config": {"name": folder, "seed": 0}, "data": {}}
-    records.write(path / "config.json", config)
+    own = {"name": folder, "seed": 0, **(config or {})}
+    records.write(path / "config.json", {"hash": "0123456789ab", "config": own, "data": {}})
     rows = [{"step": s, "loss": 5 + 4 * math.exp(-s / 9)} for s in range(1, steps + 1)]
     rows += [{"step": steps, "valid": quality(150.0)}] if steps else []
     tiny.write_rows(path, rows)

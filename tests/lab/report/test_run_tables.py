@@ -109,6 +109,30 @@ def test_the_best_value_is_marked_where_values_differ(demo):
   assert not any(best["head params"])
 
 
+def test_quality_has_a_best_among_runs_of_one_budget_only(demo, write_run, finished):
+  write_run("e_longer", finished("longer", perplexity=90.0, train={"steps": 80}))
+  runs = report.read_runs(demo)
+  columns = report.default_columns(runs)
+  best = {
+    c.title: any(row[at].best for row in cells(columns, runs)) for at, c in enumerate(columns)
+  }
+  assert not any(found for title, found in best.items() if title.startswith("test "))
+  assert best["loss, ms"]
+  assert column_texts(runs, "steps")[0] == "40"
+
+
+def test_tokens_are_those_of_the_windows(write_run, finished):
+  settings = {"train": {"batch": 8}, "model": {"context": 64}}
+  folder = write_run("one", finished(), config=settings)
+  assert column_texts([read_run(folder)], "tokens") == ["20.5 k"]  # 40 steps of 8 x 64
+  batches = [8, 16]
+  runs = [
+    read_run(write_run(f"of_{n}", finished(), config=settings | {"train": {"batch": n}}))
+    for n in batches
+  ]
+  assert report.default_columns(runs)[0].smaller_is_better is None
+
+
 def test_markdown_has_one_cell_for_each_column_in_each_row(demo, write_run, finished):
   write_run("e_odd", finished("a|b\nc"))
   runs = report.read_runs(demo)

@@ -15,7 +15,7 @@ import pytest
 
 from tests import tiny
 from vqjax.commands.study import main
-from vqjax.lab.study import work
+from vqjax.lab.study import tuning, work
 from vqjax.lab.study.tuning import ROUNDS
 
 FOLDER = pathlib.Path("runs/study")
@@ -72,11 +72,44 @@ def test_a_seed_that_diverged_is_on_the_page_and_the_others_are_compared(fitted)
   assert lines()["codebook"]["seeds"] == "2"
 
 
-def test_a_winner_at_the_edge_of_its_grid_is_named(fitted):
+def test_a_grid_is_extended_where_its_winner_lies_at_an_edge(fitted):
   file = pathlib.Path("study.py")
-  file.write_text(file.read_text().replace("(1e-3, 2e-3, 4e-3)", "(1e-3, 2e-3)"))
+  file.write_text(file.read_text().replace("(1e-3, 2e-3, 4e-3)", "(5e-4, 1e-3)"))
   assert main(["study.py", "--only", "dense"]) == 0
-  assert "`dense` chose train.learning_rate = 0.002, the largest value tried" in page()
+  assert "`dense` tried train.learning_rate = 0.002 and 0.004 too" in page()
+  trials = [steps for _, _, steps, test in fitted.runs if not test]
+  assert trials[-2:] == [40 // ROUNDS[-1]] * 2
+  assert "and chose 0.002" in page()
+
+
+def test_a_winner_that_is_still_at_an_edge_is_named(fitted):
+  file = pathlib.Path("study.py")
+  file.write_text(file.read_text().replace("(1e-3, 2e-3, 4e-3)", "(1e-4, 2e-4)"))
+  assert main(["study.py", "--only", "dense"]) == 0
+  chose = "`dense` chose train.learning_rate = 0.0008, the largest value tried"
+  assert f"{chose}, also after 0.0004 and 0.0008: one beyond it may be better" in page()
+
+
+@pytest.mark.parametrize(
+  ("field", "values", "edge", "expected"),
+  [
+    ("train.learning_rate", (1e-3, 3e-3, 9e-3), "largest", 2.7e-2),
+    ("train.learning_rate", (1e-3, 2e-3), "smallest", 5e-4),
+    ("model.dropout", (0.0, 0.1, 0.3), "largest", 0.5),
+    ("model.dropout", (0.1, 0.3), "smallest", 0.0),
+    ("model.dropout", (0.5, 0.8), "largest", None),
+    ("train.warmup", (0, 10), "largest", 20),
+    ("train.batch", (8, 16), "largest", 32),
+    ("train.batch", (1, 2), "smallest", None),
+  ],
+)
+def test_the_value_beyond_an_edge_is_one_step_on(field, values, edge, expected):
+  assert tuning.SearchSpace({field: values}).beyond(field, edge) == expected
+
+
+def test_no_dropout_is_no_edge():
+  space = tuning.SearchSpace({"model.dropout": (0.0, 0.1)})
+  assert [space.edge("model.dropout", value) for value in (0.0, 0.1)] == [None, "largest"]
 
 
 def test_an_edited_study_trains_what_has_changed(fitted):

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from tests.lab.training.launcher import finish, finish_well
+from vqjax.lab.run_files import read_result
 from vqjax.lab.training.interrupt import deferred_signals
-from vqjax.lab.training.run_folder import read_result
 
 ALONE = {"processes": 1, "devices": 1}
 LONG = "train.steps=60", "train.eval_every=20", "train.save_every=10"

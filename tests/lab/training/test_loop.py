@@ -13,9 +13,10 @@ import pytest
 from tests import tiny
 from vqjax import CodebookHead
 from vqjax.lab.config import config_hash
+from vqjax.lab.run_files import read_metrics, read_result
 from vqjax.lab.training import NotFiniteError, fit, init_state, loop, optimizer, program
 from vqjax.lab.training.checkpoint import Checkpoints
-from vqjax.lab.training.run_folder import RunFolder, load_text, read_metrics, read_result
+from vqjax.lab.training.run_folder import RunFolder, load_text
 from vqjax.lab.training.step import train_step
 from vqjax.lm import records
 

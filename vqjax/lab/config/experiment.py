@@ -9,7 +9,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +96,8 @@ class Train:
       AdamW.
     mesh: devices that share the work; not part of the identity of a run, so that a run may be
       resumed on another mesh.
+    tracker: where metrics are written beside TensorBoard's events, by the extra of this name; not
+      part of the identity either.
 
   Raises:
     ValueError: a number is out of its range, or `accumulate` does not divide `batch`.
@@ -118,6 +120,9 @@ class Train:
   keep: int = 2
   optimizer: Any = None
   mesh: MeshShape = dataclasses.field(default=MeshShape(), metadata=NOT_IDENTITY)
+  tracker: Literal["wandb", "mlflow"] | None = dataclasses.field(
+    default=None, metadata=NOT_IDENTITY
+  )
 
   def __post_init__(self):
     _check_kinds("train", self)
@@ -125,6 +130,10 @@ class Train:
       raise ValueError(
         f"`train.optimizer` must be an optimiser; got {shown(self.optimizer)}. Give one such as"
         " training.SGD(...), or None for AdamW."
+      )
+    if self.tracker not in (None, "wandb", "mlflow"):
+      raise ValueError(
+        f"`train.tracker` must be wandb, mlflow or None; got {shown(self.tracker)}. Correct it."
       )
     for field in dataclasses.fields(self):
       # Neither JSON nor JAX take all integers that Python and NumPy have.

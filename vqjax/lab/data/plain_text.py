@@ -14,7 +14,7 @@ import numpy as np
 
 from vqjax.lab.data.corpus_files import content_hash, split_files
 from vqjax.lab.data.source import SPLITS, Source
-from vqjax.lm.texts import data_path, read_text
+from vqjax.lm.texts import check_separator, data_path, read_text, split_documents
 
 __all__ = ["Text"]
 
@@ -31,21 +31,26 @@ class Text(Source):
 
   A folder whose own files have splits in their names (train.txt, ptb.valid.txt) has these splits.
   In any other folder each text file at any depth is a document. In one file, or a folder of two,
-  each paragraph between blank lines is a document. The documents with the lowest hashes are held
-  out: equal documents are in one split, and a new document hardly moves others.
+  each paragraph between blank lines is a document. With a separator, every file holds the documents
+  between it. The documents with the lowest hashes are held out: equal documents are in one split,
+  and a new document hardly moves others.
 
   Attributes:
     path: a file or folder, here or under $VQJAX_DATA; None: the standard library's docstrings, some
       350,000 words.
     valid_fraction: part of the documents held out for validation, unless files are named for it.
     test_fraction: part of the documents held out for the test, unless files are named for it.
+    separator: text between documents of a file, such as "<|endoftext|>", or "\\n", which makes a
+      document of each line; None: as above.
   """
 
   path: str | None = None
   valid_fraction: float = 0.05
   test_fraction: float = 0.05
+  separator: str | None = None
 
   def __post_init__(self):
+    check_separator(self.separator, "data.separator")
     valid, test = self.valid_fraction, self.test_fraction
     if min(valid, test) < 0 or valid + test >= 1:
       raise ValueError(
@@ -61,7 +66,7 @@ class Text(Source):
           f"`data.path` must have a file for {split!r}; got {self.path} with {', '.join(named)}."
           f" Add {split}.txt, or name one file, so that documents are held out."
         )
-      documents = list(_paragraphs(read_text(named[split])))
+      documents = list(self._parts(read_text(named[split])))
       if not documents:
         raise ValueError(f"{named[split]} must hold text; got none. Give a file with paragraphs.")
       yield from documents
@@ -69,10 +74,16 @@ class Text(Source):
     hashes = np.array([_hash(document) for document in self._all()], np.uint64)
     chosen = self._splits_of(hashes) == SPLITS.index(split)
     if not chosen.any():
+      fraction = (
+        "lower data.valid_fraction and data.test_fraction"
+        if split == "train"
+        else f"a data.{split}_fraction above 0"
+      )
+      between = "between two separators" if self.separator else "for each paragraph"
       raise ValueError(
         f"`data.path` must have a document for {split!r}; got {hashes.size} documents in"
-        f" {self.path}. Give more of them (a file has one for each paragraph), a data.{split}"
-        "_fraction above 0, or a folder with train.txt, valid.txt and test.txt."
+        f" {self.path}. Give more of them (a file has one {between}; data.separator=\\\\n makes one"
+        f" of each line), {fraction}, or a folder with train.txt, valid.txt and test.txt."
       )
     yield from (document for document, mine in zip(self._all(), chosen) if mine)
 
@@ -91,13 +102,20 @@ class Text(Source):
       return
     path = data_path(self.path, kind="data.path")
     if path.is_file():
-      yield from _paragraphs(read_text(path))
+      yield from self._parts(read_text(path))
       return
     files = _text_files(path)
+    # With too few files to hold some out, a book is read paragraph by paragraph.
+    is_split = self.separator is not None or len(files) < len(SPLITS)
     for file in files:
       text = read_text(file).strip()
-      # With too few files to hold some out, a book is read paragraph by paragraph.
-      yield from _paragraphs(text) if len(files) < len(SPLITS) else filter(None, [text])
+      yield from self._parts(text) if is_split else filter(None, [text])
+
+  def _parts(self, text: str) -> Iterator[str]:
+    """The documents of the text of one file."""
+    if self.separator is None:
+      return _paragraphs(text)
+    return split_documents(text, self.separator)
 
   def _splits_of(self, hashes: np.ndarray) -> np.ndarray:
     """Index into SPLITS of each document; a fraction means at least one document."""
@@ -113,7 +131,9 @@ class Text(Source):
     """Return a hash of all documents and of how they are split."""
     named = self._named_splits()
     if named is not None:
-      return content_hash(part for name in sorted(named) for part in (name, named[name]))
+      separator = [] if self.separator is None else [self.separator]
+      files = (part for name in sorted(named) for part in (name, named[name]))
+      return content_hash([*separator, *files])
     settings = f"{self.valid_fraction} {self.test_fraction}"
     if self.path is None:
       return _stdlib_fingerprint(settings)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vqjax.lab.report import units
-from vqjax.lab.training.run_folder import read_config, read_metrics, read_result
+from vqjax.lab.run_files import read_config, read_metrics, read_result
 from vqjax.lm import records
 
 __all__ = ["Column", "Run", "common_split", "default_columns", "labels", "read_run", "read_runs"]
@@ -46,6 +46,19 @@ class Run:
     for part in path.split("."):
       value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def steps_of(run: Run) -> int | None:
+  """Optimiser steps of an ended run; None where they are not known."""
+  return run.get("train.steps")
+
+
+def tokens_of(run: Run) -> int | None:
+  """Tokens of the windows that an ended run was trained on; None where they are not known."""
+  steps, train, model = (steps_of(run), *(run.config.get(part) for part in ("train", "model")))
+  if steps is None or not train or "context" not in (model or {}):
+    return None
+  return steps * train["batch"] * model["context"]
 
 
 def read_run(folder: str | pathlib.Path) -> Run:
@@ -115,6 +128,9 @@ def default_columns(runs: Sequence[Run]) -> list[Column]:
   # Times on several devices or batch sizes are not compared.
   comparable = len({_timed_on(run) for run in runs if run.status == "finished"}) <= 1
   smaller, larger = (True, False) if comparable else (None, None)
+  # Nor is the quality of runs that saw more or fewer tokens.
+  budgets = {(steps_of(run), tokens_of(run)) for run in runs if run.status == "finished"}
+  lower = True if len(budgets) <= 1 else None
 
   def column(title, path, show, meaning, smaller_is_better=None) -> Column:
     return Column(title, lambda run: run.get(path), show, meaning, smaller_is_better)
@@ -126,7 +142,7 @@ def default_columns(runs: Sequence[Run]) -> list[Column]:
       units.fixed(2),
       f"The exponential of nats/token on the {split} split. It depends on the tokenizer: compare it"
       " only between runs with the same one.",
-      True,
+      lower,
     ),
     column(
       f"{split} nats/token",
@@ -134,7 +150,7 @@ def default_columns(runs: Sequence[Run]) -> list[Column]:
       units.fixed(4),
       f"Mean of -log p(token), in nats, over all tokens of the {split} split, each given the tokens"
       " before it in its window.",
-      True,
+      lower,
     ),
     column(
       f"{split} bits/byte",
@@ -142,7 +158,7 @@ def default_columns(runs: Sequence[Run]) -> list[Column]:
       units.fixed(4),
       f"Sum of -log2 p(token) over the {split} split, divided by the bytes of its text. It compares"
       " runs with different tokenizers, unless one replaces words by an unknown one.",
-      True,
+      lower,
     ),
     # No size is the best: it is chosen, not measured.
     column(
@@ -164,6 +180,14 @@ def default_columns(runs: Sequence[Run]) -> list[Column]:
       "model.params",
       units.count,
       "Trained parameters of the whole model, with embedding and head; shared ones count once.",
+    ),
+    Column("steps", steps_of, units.count, "Optimiser steps of the run."),
+    Column(
+      "tokens",
+      tokens_of,
+      units.count,
+      "Tokens of the training windows: steps, times the windows of a step, times the context. Where"
+      " runs differ in steps or tokens, no quality is marked as the best.",
     ),
     column(
       "loss, ms",

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vqjax.lab.config import Experiment, config_hash
+from vqjax.lab.run_files import read_result
 from vqjax.lab.training import NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
-from vqjax.lab.training.run_folder import read_result
 from vqjax.lm import records
 from vqjax.outputs import write_text
 

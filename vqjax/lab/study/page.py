@@ -24,7 +24,7 @@ from vqjax.lab.study.seeds import (
   paired,
   results_by_seed,
 )
-from vqjax.lab.study.tuning import ROUNDS
+from vqjax.lab.study.tuning import EXTENSIONS, ROUNDS
 from vqjax.lab.study.work import Work
 from vqjax.lm.pages import SERIES, blank, document, element, html_table, plot
 from vqjax.outputs import write_text
@@ -151,20 +151,28 @@ def shown_value(value: Any) -> str:
 
 
 def edges(study: Study, results: Results) -> list[str]:
-  """Sentences on chosen values that are the first or last of several numbers that were tried."""
+  """Sentences on values beyond those of the study that were tried, and winners at an edge."""
   lines = []
   for name in study.trained:
     kept = results.get(f"{name}/tuning")
     if not kept or not kept["trials"] or kept["result"]["status"] != "finished":
       continue
-    for field, values in study.space(name).values.items():
-      tried = sorted({v for v in values if type(v) in (int, float)})
+    extended = kept.get("extended", {})
+    space = study.space(name).extended(extended)
+    for field in space.values:
       chosen = kept["chosen"][field]
-      if len(tried) > 1 and chosen in (tried[0], tried[-1]):
-        which = "smallest" if chosen == tried[0] else "largest"
+      edge, beyond = space.edge(field, chosen), extended.get(field, ())
+      more = " and ".join(map(shown_value, beyond))
+      if beyond and edge is None:
         lines.append(
-          f"`{name}` chose {field} = {shown_value(chosen)}, the {which} value tried: one beyond it"
-          " may be better."
+          f"`{name}` tried {field} = {more} too, beyond an edge of its grid, and chose"
+          f" {shown_value(chosen)}."
+        )
+      elif edge is not None:
+        after = f", also after {more}" if beyond else ""
+        lines.append(
+          f"`{name}` chose {field} = {shown_value(chosen)}, the {edge} value tried{after}: one"
+          " beyond it may be better."
         )
   return lines
 
@@ -284,7 +292,8 @@ def _tuning_sentences(study: Study) -> list[str]:
   }
   return [
     f"Every row tried {' or '.join(sorted(spaces))}, with a seed of its own: all candidates for an"
-    f" {first}th of the steps, the best third again for a {second}th, by the validation loss."
+    f" {first}th of the steps, the best third again for a {second}th, by the validation loss. Where"
+    f" the best lay at an edge of the grid, up to {EXTENSIONS} values beyond it were tried too."
   ]
 
 

@@ -124,15 +124,13 @@ def origins(results: Results) -> str:
   days = sorted(row["date"][:10] for row in kept)
   commits = {(row["commit"] or "").removesuffix("+") for row in kept}
   jax = distinct(row["versions"]["jax"] for row in kept if "versions" in row)
-  commit = lambda row: row["result"]["commit"] or "an installed version"
-  uncommitted = [f"`{name}`" for name, row in results.items() if commit(row).endswith("+")]
-  changed = distinct(uncommitted) if len(uncommitted) < len(results) else "all of them"
+  uncommitted = sum((row["commit"] or "").endswith("+") for row in kept)
   days = " to ".join(dict.fromkeys((days[0], days[-1])))
   devices = " and ".join(sorted({row["device"] for row in kept}))
   return (
     f"{len(kept)} results of {len(commits)} commits, {days}, on {devices}, with jax {jax};"
-    " results.jsonl has each commit and all versions."
-    + (f" With uncommitted changes: {changed}." if uncommitted else "")
+    " results.jsonl has each commit"
+    + (f", with a + after the {uncommitted} of uncommitted changes." if uncommitted else ".")
   )
 
 

@@ -3,7 +3,8 @@
 Every candidate trains for an eighth of the row's steps; the best third of them, at least two, train
 again, from the start, for a quarter of the steps; the lowest validation loss of that round chooses.
 A shortened run has a whole schedule, so that candidates are compared at the end of their learning
-rates.
+rates. Where the winner lies at an edge of a field's values, the next value beyond it is tried for a
+quarter of the steps too, at most twice a field.
 """
 
 import dataclasses
@@ -12,19 +13,31 @@ import math
 import pathlib
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
 from vqjax.lab.config import Experiment, Train, config_hash, with_fields
+from vqjax.lab.run_files import read_result
 from vqjax.lab.study.jobs import StudyJob, origin, values_identity
 from vqjax.lab.training import SGD, NotFiniteError, fit
-from vqjax.lab.training.run_folder import read_result
 
-__all__ = ["ROUNDS", "SearchSpace", "kept_candidates", "shortened", "stretched", "tuned", "tuning"]
+__all__ = [
+  "EXTENSIONS",
+  "ROUNDS",
+  "SearchSpace",
+  "kept_candidates",
+  "shortened",
+  "stretched",
+  "tuned",
+  "tuning",
+]
 
 ROUNDS = 8, 4
 """Parts of the row's steps in the rounds; each round keeps a third of its candidates, and two."""
+
+EXTENSIONS = 2
+"""Values beyond those of a field that a tuning tries at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +53,39 @@ class SearchSpace:
   def candidates(self) -> list[dict[str, float]]:
     """All combinations, as fields and values."""
     return [dict(zip(self.values, one)) for one in itertools.product(*self.values.values())]
+
+  def extended(self, further: Mapping[str, Iterable[float]]) -> "SearchSpace":
+    """The space with further values of some fields."""
+    return SearchSpace({name: (*vs, *further.get(name, ())) for name, vs in self.values.items()})
+
+  def edge(self, field: str, value: Any) -> str | None:
+    """Name the edge, "smallest" or "largest", where a value is; None within or of one number.
+
+    The smallest dropout, 0, is no edge: there is none beyond it.
+    """
+    tried = sorted({v for v in self.values[field] if type(v) in (int, float)})
+    if len(tried) < 2 or value not in (tried[0], tried[-1]) or value == 0 == tried[0]:
+      return None
+    return "smallest" if value == tried[0] else "largest"
+
+  def beyond(self, field: str, edge: str) -> float | None:
+    """The value one step beyond an edge; None where there can be none.
+
+    Steps are as the last one of the values: a ratio of positive numbers, such as learning rates; a
+    difference for dropout, which stays in [0, 1), and for values with a 0.
+    """
+    tried = sorted({v for v in self.values[field] if type(v) in (int, float)})
+    last, other = tried[:2] if edge == "smallest" else tried[:-3:-1]
+    is_dropout = field.endswith("dropout")
+    is_rate = tried[0] > 0 and not is_dropout
+    value = last * last / other if is_rate else 2 * last - other
+    value = max(value, 0.0) if tried[0] >= 0 else value
+    if isinstance(last, int) and isinstance(other, int):
+      value = round(value)
+    else:
+      value = float(f"{value:.6g}")  # 0.1 + 0.2 is 0.3
+    is_outside = (is_dropout and value >= 1) or (is_rate and value == 0)
+    return None if value in tried or is_outside else value
 
 
 def stretched(train: Train, by: Fraction) -> Train:
@@ -67,13 +113,19 @@ def shortened(experiment: Experiment, part: int) -> Experiment:
 
 
 def tuning(
-  name: str, label: str, experiment: Experiment, space: SearchSpace, folder: str | pathlib.Path
+  name: str,
+  label: str,
+  experiment: Experiment,
+  space: SearchSpace,
+  folder: str | pathlib.Path,
+  extensions: int = 0,
 ) -> StudyJob:
   """Job that chooses the fields of an experiment on its validation split.
 
   The result holds `chosen` (field -> value), `trials` (one for each run: its fields, steps and
-  validation loss in nats a token; None where it diverged) and the `seconds` of all of them. Where
-  every candidate diverges its status is "failed".
+  validation loss in nats a token; None where it diverged), `extended` (field -> values beyond those
+  of the space that were tried) and the `seconds` of all trials. Where every candidate diverges its
+  status is "failed".
 
   Args:
     name: name of the job.
@@ -82,33 +134,82 @@ def tuning(
     space: what is tried.
     folder: folder of the trials' runs, one for each candidate and round; their checkpoints are
       removed once they have a result.
+    extensions: values beyond those of a field that are tried at most.
   """
   folder = pathlib.Path(folder)
 
   def make() -> dict[str, Any]:
-    left, trials = space.candidates(), []
+    trials: list[dict[str, Any]] = []
+
+    def loss(fields: Mapping[str, Any], part: int) -> float:
+      trial = _trial(with_fields(shortened(experiment, part), fields), folder)
+      trials.append({"fields": dict(fields), **trial})
+      return math.inf if trial["valid"] is None else trial["valid"]
+
+    left, best = space.candidates(), math.inf
     # One candidate needs no trial.
     for part in ROUNDS if len(left) > 1 else ():
-      scores = []
-      for fields in left:
-        trial = _trial(with_fields(shortened(experiment, part), fields), folder)
-        trials.append({"fields": fields, **trial})
-        scores.append(math.inf if trial["valid"] is None else trial["valid"])
+      scores = [loss(fields, part) for fields in left]
       order = sorted(range(len(left)), key=scores.__getitem__)
-      left = [left[i] for i in order[: kept_candidates(len(left))]]
-    result = origin(identity())
-    if trials and min(scores) == math.inf:
+      best, left = min(scores), [left[i] for i in order[: kept_candidates(len(left))]]
+    chosen, extended, result = left[0], {}, origin(identity())
+    if best < math.inf:
+      measure = lambda fields: loss(fields, ROUNDS[-1])
+      chosen, extended = _extended(experiment, space, chosen, best, measure, extensions)
+    elif trials:
       error = "every candidate diverged. Give lower values"
       print(f"{name} failed: {error}", file=sys.stderr)
       result |= {"status": "failed", "error": error}
     seconds = sum(trial["seconds"] for trial in trials)
-    return {"result": result, "chosen": left[0], "trials": trials, "seconds": seconds}
+    beyond = {"extended": extended} if extended else {}
+    return {"result": result, "chosen": chosen, "trials": trials, "seconds": seconds, **beyond}
 
   def identity() -> str:
     tried = {field: list(values) for field, values in space.values.items()}
-    return values_identity([config_hash(experiment), tried, ROUNDS])
+    further = [extensions] if extensions else []
+    return values_identity([config_hash(experiment), tried, ROUNDS, *further])
 
   return StudyJob(name, label, identity, make)
+
+
+def _extended(
+  experiment: Experiment,
+  space: SearchSpace,
+  chosen: dict[str, Any],
+  best: float,
+  measure: Callable[[Mapping[str, Any]], float],
+  extensions: int,
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+  """The winner after values beyond the edges, and these values by their fields.
+
+  Args:
+    experiment: the row's experiment, which says what values its fields can have.
+    space: what was tried.
+    chosen: its winner.
+    best: the loss of the winner.
+    measure: fields -> loss.
+    extensions: largest number of values beyond those of a field.
+  """
+  extended: dict[str, list[float]] = {}
+  for field in space.values:
+    for _ in range(extensions):
+      now = space.extended(extended)
+      edge = now.edge(field, chosen[field])
+      value = None if edge is None else now.beyond(field, edge)
+      if value is None or not _is_possible(experiment, fields := {**chosen, field: value}):
+        break
+      extended.setdefault(field, []).append(value)
+      if (found := measure(fields)) < best:
+        chosen, best = fields, found
+  return chosen, extended
+
+
+def _is_possible(experiment: Experiment, fields: Mapping[str, Any]) -> bool:
+  try:
+    with_fields(experiment, fields)
+  except ValueError:
+    return False
+  return True
 
 
 def kept_candidates(count: int) -> int:

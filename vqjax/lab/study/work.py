@@ -21,7 +21,7 @@ from vqjax.lab.study.jobs import (
   training_job,
   values_identity,
 )
-from vqjax.lab.study.tuning import tuned, tuning
+from vqjax.lab.study.tuning import EXTENSIONS, tuned, tuning
 
 __all__ = ["Work"]
 
@@ -72,7 +72,8 @@ class Work:
   def _tuning(self, name: str) -> StudyJob:
     experiment = self.study.experiment(name, TUNING_SEED, self.scale)
     folder = self.folder / "tuning" / name
-    return tuning(f"{name}/tuning", "tuning", experiment, self.study.space(name), folder)
+    space = self.study.space(name)
+    return tuning(f"{name}/tuning", "tuning", experiment, space, folder, EXTENSIONS)
 
   def _run(self, name: str, seed: int) -> StudyJob:
     def job(experiment: Experiment) -> StudyJob:

@@ -15,13 +15,12 @@ from flax import linen as nn
 from orbax.checkpoint import handlers
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
+from vqjax.lab.run_files import read_config, read_metrics
 from vqjax.lab.training.distributed import await_verdict, from_main, is_joined, is_main
 from vqjax.lab.training.run_folder import (
   START_AFRESH,
   EncodedText,
   disk_errors,
-  read_config,
-  read_metrics,
 )
 from vqjax.lab.training.step import TrainState, state_checksums
 from vqjax.lm import records

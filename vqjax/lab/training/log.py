@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
 
+from vqjax.lab.run_files import read_metrics
 from vqjax.lab.training.distributed import is_main
-from vqjax.lab.training.run_folder import disk_errors, read_metrics
+from vqjax.lab.training.run_folder import disk_errors
 from vqjax.lab.training.throughput import Throughput
+from vqjax.lab.training.trackers import TRACKERS, TensorBoard
 from vqjax.lm import records
 from vqjax.outputs import write_text
 
@@ -21,13 +22,15 @@ __all__ = []
 
 
 class MetricsLog:
-  """Rows of JSON in `metrics.jsonl`, and the same numbers as TensorBoard events.
+  """Rows of JSON in `metrics.jsonl`, and the same numbers for TensorBoard and another tracker.
 
   A row is {"step": n, name: value, ...}; the values of an evaluation are under the name of its
   split.
   """
 
-  def __init__(self, folder: pathlib.Path, step: int, last: str | None = None):
+  def __init__(
+    self, folder: pathlib.Path, step: int, last: str | None = None, tracker: str | None = None
+  ):
     """Open the log of a run that goes on after `step`, and drop the rows after it.
 
     Args:
@@ -35,38 +38,38 @@ class MetricsLog:
       step: the step of the checkpoint that the run goes on from; 0 for a fresh run.
       last: the checksum of the last row before the checkpoint, as `last` was then; "": there was
         none; None without a checkpoint.
+      tracker: a name of `TRACKERS`; None: TensorBoard alone.
     """
     self.path = folder / "metrics.jsonl"
     with disk_errors(self.path):
       self.last = _keep_until(self.path, step, last)
       self._file = self.path.open("a", encoding="utf-8")
-      # TensorBoard discards earlier events from this step on, which the resumed run writes again.
-      self._events = SummaryWriter(str(folder / "events"), purge_step=step + 1)
+      kinds = [TensorBoard] if tracker is None else [TensorBoard, TRACKERS[tracker]]
+      self._trackers = [kind(folder, step) for kind in kinds]
 
   def write(self, row: dict, speed: dict[str, float | None] | None = None) -> None:
     """Append and flush a row.
 
-    A `speed` is in the events alone: a run that is resumed writes its rows again bit by bit.
+    A `speed` is for the trackers alone: a run that is resumed writes its rows again bit by bit.
     """
     row = records.sealed(row, self.last)
     with disk_errors(self.path):
       self._file.write(records.dumps(row))
       self._file.flush()  # a killed process loses its buffer
     self.last = row.pop(records.CHECKSUM)
+    step, numbers = row.pop("step"), {}
     for name, value in row.items():
-      if isinstance(value, dict):
-        for inner, number in value.items():
-          self._events.add_scalar(f"{name}/{inner}", number, row["step"])
-      elif name != "step":
-        self._events.add_scalar(f"train/{name}", value, row["step"])
-    for name, value in (speed or {}).items():
-      if value is not None:
-        self._events.add_scalar(f"speed/{name}", value, row["step"])
+      inner = value.items() if isinstance(value, dict) else [("", value)]
+      numbers |= {f"{name}/{key}" if key else f"train/{name}": number for key, number in inner}
+    speeds = {f"speed/{key}": x for key, x in (speed or {}).items() if x is not None}
+    for tracker in self._trackers:
+      tracker.write(numbers | speeds, step)
 
   def close(self) -> None:
-    """Flush and close both files."""
+    """Flush and close all files."""
     self._file.close()
-    self._events.close()
+    for tracker in self._trackers:
+      tracker.close()
 
 
 def _keep_until(path: pathlib.Path, step: int, last: str | None) -> str:

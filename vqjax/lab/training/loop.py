@@ -132,7 +132,8 @@ class _Training:
     self.log = None
     try:
       if is_main():
-        self.log = MetricsLog(self.run.path, self.first_step, self.last_row)
+        path, tracker = self.run.path, self.train.tracker
+        self.log = MetricsLog(path, self.first_step, self.last_row, tracker)
       self._train()
       self.checkpoints.wait()  # a folder with a result must have its last checkpoint
       return self._result(test)

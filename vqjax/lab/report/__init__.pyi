@@ -1,0 +1,13 @@
+from .plots import loss_curves as loss_curves
+from .plots import save_png as save_png
+from .plots import size_against_perplexity as size_against_perplexity
+from .run_page import write_run_page as write_run_page
+from .run_tables import console_table as console_table
+from .run_tables import markdown_table as markdown_table
+from .runs import Column as Column
+from .runs import Run as Run
+from .runs import common_split as common_split
+from .runs import default_columns as default_columns
+from .runs import labels as labels
+from .runs import read_run as read_run
+from .runs import read_runs as read_runs

@@ -1,0 +1,17 @@
+from .inspection import Inspection as Inspection
+from .inspection import inspect as inspect
+from .loading import Loaded as Loaded
+from .loading import decoder as decoder
+from .loading import load as load
+from .loading import read_variables as read_variables
+from .loading import save as save
+from .memories import Memory as Memory
+from .memories import load_memories as load_memories
+from .resizing import NewRow as NewRow
+from .resizing import mean_of_all as mean_of_all
+from .resizing import mean_of_parts as mean_of_parts
+from .resizing import mean_of_parts_at_length as mean_of_parts_at_length
+from .resizing import resize as resize
+from .resizing import sampled as sampled
+from .runtime import RUNTIMES as RUNTIMES
+from .runtime import Runtime as Runtime
