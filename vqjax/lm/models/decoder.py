@@ -824,7 +824,7 @@ class Transformer(LanguageModel):
 
   def embedded(
     self, vectors: Float[Array, "B T D"], position: Int[Array, "*b T"]
-  ) -> Float[Array, "B T D"]:
+  ) -> Float[Array, "B T C"]:
     """The residual stream before the first block, from the embedding's vectors."""
     x_BTD = vectors.astype(self.dtype)
     if self.embedding_scale is not None:
@@ -833,7 +833,7 @@ class Transformer(LanguageModel):
       x_BTD = x_BTD + self.position[position].astype(self.dtype)
     return x_BTD if self.streams is None else jnp.tile(x_BTD, self.streams.count)
 
-  def final(self, x_BTD: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+  def final(self, x_BTD: Float[Array, "*B C"]) -> Float[Array, "*B D"]:
     """Final hidden vectors, from the residual stream after the last block."""
     normed_BTD = self.final_norm(x_BTD) if self.streams is None else self.final_streams(x_BTD)[0]
     if self.final_scale is None:
