@@ -275,6 +275,7 @@ def _finished(model, params, x_BTD, mixed):
 
 def _one_block(model: Transformer) -> Transformer:
   """The decoder whose only block is of the model's kind, without a window."""
+  model.check_keys_suffice()
   return model.clone(layers=1, window=None, local=None, local_rotary=None, turned=None, parent=None)
 
 

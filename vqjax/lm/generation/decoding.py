@@ -279,6 +279,7 @@ class _Run:
     self, model, prompts, sampling, max_tokens, stop, tokenizer, allowed, log_probs, drafter
   ):
     check_decoder(model)
+    model.check_keys_suffice()
     if max_tokens < 1:
       raise ValueError(f"`max_tokens` must be at least 1; got {max_tokens}. Raise it.")
     self.max_tokens = max_tokens

@@ -148,6 +148,7 @@ def prefill(
     rejected: number of tokens that may be rejected at a time.
     all_positions: return the vectors of all tokens, [B, T, D]; those of padding are arbitrary.
   """
+  model.check_keys_suffice()
   slots_L = [slots + rejected for slots in _cache_slots(model, capacity)]
 
   def forward(model, blocks):

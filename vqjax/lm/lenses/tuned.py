@@ -71,6 +71,7 @@ def residual_streams(
       f"`tokens` must have at most context {model.context} columns; got {tokens.shape[1]}. Cut the"
       " text, or read it in windows."
     )
+  model.check_keys_suffice()
   blocks = variables["params"]["blocks"]
   if isinstance(blocks, tuple):
     blocks = jax.tree.map(lambda *parts: jnp.stack(parts), *blocks)

@@ -113,7 +113,14 @@ class LanguageModel(nn.Module, metaclass=abc.ABCMeta):
     vectors, terms = self.embedding.loss_terms(tokens, deterministic)
     # A negative token is padding, for which embeddings return nan.
     vectors = jnp.where(tokens[..., None] < 0, 0, vectors)
-    return self.body(vectors, deterministic), named("embedding", terms)
+    return self.body_of_tokens(tokens, vectors, deterministic), named("embedding", terms)
+
+  def body_of_tokens(
+    self, tokens: Int[Array, "B T"], vectors: Float[Array, "B T D"], deterministic: bool
+  ) -> Float[Array, "B T D"]:
+    """`body`, for a subclass whose body reads the tokens beside their vectors."""
+    del tokens
+    return self.body(vectors, deterministic)
 
   def log_prob(
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True

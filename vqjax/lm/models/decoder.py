@@ -4,11 +4,20 @@ With its defaults it is GPT-2's. Further fields choose norms, positions, attenti
 layers, so that the decoders of Llama, Qwen and Gemma are the same class.
 """
 
+# A block is two branches. Each reads the residual stream through a norm, or a mixture of streams
+# through a `StreamMixer`, and is added to it:
+#
+#   Block.step    x -> input -> mix (attention or delta rule) -> added -> input -> MLP -> added
+#
+# `mix` is the caller's, so that a forward pass, a prompt and a cached step share one block. Blocks
+# of equal shapes are one program over stacked parameters (`is_uniform`); others are unrolled, and
+# memories of n-grams are added between them.
+
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +25,7 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from vqjax.lm.models.attention import attend_to_itself
+from vqjax.lm.models.attention import attend, attend_to_itself
 from vqjax.lm.models.base import (
   NORM_AXES,
   ROWS,
@@ -25,7 +34,11 @@ from vqjax.lm.models.base import (
   check_heads,
   stacked_axes,
 )
+from vqjax.lm.models.key_index import IndexLayer, KeyIndex
+from vqjax.lm.models.recurrent import DeltaLayer, GatedDelta
 from vqjax.lm.models.rotary import Rotary, rotate
+from vqjax.lm.models.streams import StreamMixer, Streams
+from vqjax.ngrams import NGramMemory
 from vqjax.ops import narrow, ragged
 from vqjax.sharding import constrain
 from vqjax.types import Dtype
@@ -99,6 +112,9 @@ class Attention:
     qkv_bias: the projections to queries, keys and values have a bias.
     out_bias: the projection of the heads' outputs has a bias.
     has_sinks: each head has a learned score of a key without a value, as in gpt-oss.
+    gated: each number of the heads' outputs is multiplied by a sigmoid, whose input comes from the
+      projection to queries.
+    index: chooses the keys to which a token attends; None: it attends to all of its window.
   """
 
   kv_heads: int | None = None
@@ -110,6 +126,8 @@ class Attention:
   qkv_bias: bool = True
   out_bias: bool = True
   has_sinks: bool = False
+  gated: bool = False
+  index: KeyIndex | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,12 +158,15 @@ class Experts:
     chosen: number of experts of a token.
     normalized: the weights of the chosen experts add up to 1.
     router_bias: the router's scores have a bias.
+    shared: inner width of an expert of all tokens, whose output is multiplied by a sigmoid; None:
+      there is none.
   """
 
   count: int
   chosen: int
   normalized: bool = True
   router_bias: bool = False
+  shared: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,6 +264,8 @@ class Block(nn.Module):
     pre_norms: each branch's input is normalised.
     post_norms: each branch's output is normalised, before it is added.
     branch_scale: factor of each branch's output; None: 1.
+    streams: residual streams that the branches read and write; None: one.
+    delta: the gated delta rule in place of attention; None: attention.
   """
 
   dim: int
@@ -257,6 +280,8 @@ class Block(nn.Module):
   pre_norms: bool
   post_norms: bool
   branch_scale: float | None
+  streams: Streams | None = None
+  delta: GatedDelta | None = None
 
   def setup(self):
     normal = nn.initializers.normal
@@ -268,27 +293,23 @@ class Block(nn.Module):
       **more,
     )
     norm = lambda: self.norm.module(self.dtype)
-    kv_heads, has_bias = self.attention.kv_heads, self.attention.qkv_bias
-    width = self.attention.head_dim or self.dim // self.heads
-    # An axis of their own lets the heads be sharded.
-    if kv_heads is None:
-      self.query_key_value = dense((3, self.heads, width), 0.02, use_bias=has_bias)
+    if self.delta is None:
+      self._set_attention(dense, norm)
     else:
-      self.query = dense((self.heads, width), 0.02, use_bias=has_bias)
-      self.key = dense((kv_heads, width), 0.02, use_bias=has_bias)
-      self.value = dense((kv_heads, width), 0.02, use_bias=has_bias)
-    if self.attention.qk_norm:
-      self.query_norm, self.key_norm = norm(), norm()
-    self.attention_out = dense(
-      self.dim, self.residual_scale, axis=(-2, -1), use_bias=self.attention.out_bias
-    )
-    if self.attention.has_sinks:
-      self.sink = self.param("sink", normal(0.02), (self.heads,), jnp.float32)
+      self.delta_rule = DeltaLayer(self.delta, self.dim, self.residual_scale, self.dtype)
+    if self.streams is not None:
+      mixer = lambda: StreamMixer(self.streams, self.dim, self.dtype)
+      self.attention_streams, self.mlp_streams = mixer(), mixer()
     inner, mlp_bias, experts = self.mlp.width or 4 * self.dim, self.mlp.use_bias, self.mlp.experts
     product = lambda width, scale: dense(width, scale, use_bias=mlp_bias)
     if experts is not None:
       self.router = dense(experts.count, 0.02, use_bias=experts.router_bias)
       product = lambda *sizes: ExpertProduct(experts.count, *sizes, mlp_bias, self.dtype)
+      if experts.shared is not None:
+        shared = lambda width, scale: dense(width, scale, use_bias=mlp_bias)
+        self.shared_in, self.shared_gate = (shared(experts.shared, 0.02) for _ in range(2))
+        self.shared_out = shared(self.dim, self.residual_scale)
+        self.shared_weight = dense(1, 0.02, use_bias=False)
     if self.mlp.gated:
       self.mlp_gate = product(inner, 0.02)
     self.mlp_in = product(inner, 0.02)
@@ -298,6 +319,28 @@ class Block(nn.Module):
     if self.post_norms:
       self.attention_post_norm, self.mlp_post_norm = norm(), norm()
     self.drop = nn.Dropout(self.dropout)
+
+  def _set_attention(self, dense, norm):
+    kv_heads, has_bias = self.attention.kv_heads, self.attention.qkv_bias
+    width = self.attention.head_dim or self.dim // self.heads
+    # An axis of their own lets the heads be sharded.
+    if kv_heads is None:
+      self.query_key_value = dense((3, self.heads, width), 0.02, use_bias=has_bias)
+    else:
+      query_width = 2 * width if self.attention.gated else width
+      self.query = dense((self.heads, query_width), 0.02, use_bias=has_bias)
+      self.key = dense((kv_heads, width), 0.02, use_bias=has_bias)
+      self.value = dense((kv_heads, width), 0.02, use_bias=has_bias)
+    if self.attention.qk_norm:
+      self.query_norm, self.key_norm = norm(), norm()
+    self.attention_out = dense(
+      self.dim, self.residual_scale, axis=(-2, -1), use_bias=self.attention.out_bias
+    )
+    if self.attention.index is not None:
+      self.index = IndexLayer(self.attention.index, self.norm, self.dtype)
+    if self.attention.has_sinks:
+      init = nn.initializers.normal(0.02)
+      self.sink = self.param("sink", init, (self.heads,), jnp.float32)
 
   def __call__(
     self,
@@ -314,10 +357,76 @@ class Block(nn.Module):
       angles: the angles by which queries and keys are turned; None: they are not.
       deterministic: no dropout.
     """
-    query, key, value = self.query_key_values(x_BTD, layer, angles)
-    options = self.attention_options()
-    mixed = attend_to_itself(query, key, value, layer.window, tiled=self.remat, **options)
-    return self.feed_forward(x_BTD, mixed, deterministic), None
+    mix = lambda given: self.mixed(given, layer, angles, tiled=self.remat)
+    return self.step(x_BTD, mix, deterministic)[0], None
+
+  def step(
+    self,
+    x_BTD: Float[Array, "B T D"],
+    mix: Callable[[Array], tuple[Array, Any]],
+    deterministic: bool,
+  ) -> tuple[Float[Array, "B T D"], Any]:
+    """The output of the block, and what `mix` returns beside the output of the first branch.
+
+    Args:
+      x_BTD: the residual stream, or streams.
+      mix: (input of the first branch) -> (its output, anything), by attention or the delta rule.
+      deterministic: no dropout.
+    """
+    given_BTD, weight = self._attention_input(x_BTD)
+    branch_BTD, kept = mix(given_BTD)
+    if self.post_norms:
+      branch_BTD = self.attention_post_norm(branch_BTD)
+    x_BTD = self._added(x_BTD, branch_BTD, deterministic, weight)
+    return self._after_mlp(x_BTD, deterministic), kept
+
+  def mixed(
+    self,
+    given_BTD: Float[Array, "B T D"],
+    layer: BlockSettings,
+    angles: Angles | None,
+    *,
+    tiled: bool,
+  ) -> tuple[Float[Array, "B T D"], Any]:
+    """The output of the first branch among positions 0 to T - 1, without a cache."""
+    if self.delta is not None:
+      return self.delta_rule(given_BTD)
+
+    def among(query, key, value, indexed):
+      length, options = query.shape[1], self.attention_options()
+      if indexed is None or not self.attention.index.chooses(length):
+        return attend_to_itself(query, key, value, layer.window, tiled=tiled, **options), None
+      position_T, ratio = jnp.arange(length), self.attention.index.ratio
+      starts = tuple(angle[..., ::ratio, :] for angle in self._angles_of(layer, angles))
+      seen = self.index.seen(*indexed, starts, position_T)
+      given = query, key, value, position_T, position_T, layer.window, seen
+      return attend(*given, **options), None
+
+    return self.attended(given_BTD, layer, angles, among)
+
+  def attended(
+    self,
+    given_BTD: Float[Array, "B T D"],
+    layer: BlockSettings,
+    angles: Angles | None,
+    attend: Callable[..., tuple[Array, Any]],
+  ) -> tuple[Float[Array, "B T D"], Any]:
+    """The output of attention, and what `attend` returns beside what it mixed.
+
+    Args:
+      given_BTD: the input of the branch.
+      layer: the window and the angles of this block.
+      angles: as of `__call__`.
+      attend: (queries, keys, values, what the index has of the tokens) -> (mixed values, anything).
+    """
+    query, key, value, gate = self._projected(given_BTD, layer, angles)
+    indexed = None
+    if self.attention.index is not None:
+      indexed = self.index(given_BTD, *self._angles_of(layer, angles))
+    mixed, kept = attend(query, key, value, indexed)
+    if gate is not None:
+      mixed = mixed * jax.nn.sigmoid(gate)
+    return self.attention_out(mixed), kept
 
   def attention_options(self) -> dict:
     """The arguments of `attend` that are the same for all positions."""
@@ -328,44 +437,63 @@ class Block(nn.Module):
     self, x_BTD: Float[Array, "B T D"], layer: BlockSettings, angles: Angles | None
   ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
     """Queries, keys and values of the residual stream, turned by their positions."""
-    if self.pre_norms:
-      x_BTD = self.attention_norm(x_BTD)
+    return self._projected(self._attention_input(x_BTD)[0], layer, angles)[:3]
+
+  def _projected(self, given_BTD, layer, angles):
+    """Queries, keys and values, and the gates of the heads' outputs; None: there are none."""
     if self.attention.kv_heads is None:
-      parts = jnp.moveaxis(self.query_key_value(x_BTD), -3, 0)
+      parts = jnp.moveaxis(self.query_key_value(given_BTD), -3, 0)
     else:
-      parts = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+      parts = self.query(given_BTD), self.key(given_BTD), self.value(given_BTD)
     query, key, value = (constrain(part, ("batch", None, "heads", None)) for part in parts)
+    query, gate = jnp.split(query, 2, axis=-1) if self.attention.gated else (query, None)
     if self.attention.qk_norm:
       query, key = self._normed(self.query_norm, query), self._normed(self.key_norm, key)
     if angles is not None:
-      number = 0 if layer.table is None else layer.table
-      cos, sin = (table[number] for table in angles)
+      cos, sin = self._angles_of(layer, angles)
       query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-    return query, key, value
+    return query, key, value, gate
+
+  def _angles_of(self, layer: BlockSettings, angles: Angles) -> Angles:
+    number = 0 if layer.table is None else layer.table
+    return tuple(table[number] for table in angles)
 
   def _normed(self, norm: nn.Module, x_BTHC: Float[Array, "B T H C"]) -> Float[Array, "B T H C"]:
     if not self.attention.joint_norm:
       return norm(x_BTHC)
     return norm(x_BTHC.reshape(*x_BTHC.shape[:-2], -1)).reshape(x_BTHC.shape)
 
-  def _added(self, x_BTD: Float[Array, "B T D"], branch_BTD, deterministic):
+  def _attention_input(self, x_BTD):
+    """The input of the first branch, and the weights by which it writes to streams, or None."""
+    if self.streams is not None:
+      return self.attention_streams(x_BTD)
+    return (self.attention_norm(x_BTD) if self.pre_norms else x_BTD), None
+
+  def _mlp_input(self, x_BTD):
+    if self.streams is not None:
+      return self.mlp_streams(x_BTD)
+    return (self.mlp_norm(x_BTD) if self.pre_norms else x_BTD), None
+
+  def _added(self, x_BTD: Float[Array, "B T D"], branch_BTD, deterministic, weight_BTS=None):
     if self.branch_scale is not None:
       branch_BTD = branch_BTD * jnp.asarray(self.branch_scale, self.dtype)
-    return constrain(x_BTD + self.drop(branch_BTD, deterministic), ROWS)
+    branch_BTD = self.drop(branch_BTD, deterministic)
+    if weight_BTS is not None:
+      branch_BTD = (weight_BTS[..., None] * branch_BTD[..., None, :]).reshape(x_BTD.shape)
+    return constrain(x_BTD + branch_BTD, ROWS)
 
   def feed_forward(
     self, x_BTD: Float[Array, "B T D"], mixed: Float[Array, "B T H C"], deterministic: bool
   ) -> Float[Array, "B T D"]:
     """The output of the block from the residual stream and the values that attention mixed."""
-    mixed_BTD = self.attention_out(mixed)
-    if self.post_norms:
-      mixed_BTD = self.attention_post_norm(mixed_BTD)
-    x_BTD = self._added(x_BTD, mixed_BTD, deterministic)
-    normed_BTD = self.mlp_norm(x_BTD) if self.pre_norms else x_BTD
-    mlp_BTD = (self._dense if self.mlp.experts is None else self._of_experts)(normed_BTD)
+    return self.step(x_BTD, lambda _: (self.attention_out(mixed), None), deterministic)[0]
+
+  def _after_mlp(self, x_BTD, deterministic):
+    given_BTD, weight = self._mlp_input(x_BTD)
+    mlp_BTD = (self._dense if self.mlp.experts is None else self._of_experts)(given_BTD)
     if self.post_norms:
       mlp_BTD = self.mlp_post_norm(mlp_BTD)
-    return self._added(x_BTD, mlp_BTD, deterministic)
+    return self._added(x_BTD, mlp_BTD, deterministic, weight)
 
   def _dense(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     inner_BTF = constrain(self.mlp_in(x_BTD), INNER)
@@ -397,6 +525,10 @@ class Block(nn.Module):
     out_RD = of_experts(self.mlp_out, inner_RF)
     out_NKD = out_RD[jnp.argsort(order_R)].reshape(*expert_NK.shape, self.dim)
     mixed_ND = (weight_NK[..., None] * out_NKD).sum(1)
+    if experts.shared is not None:
+      gate_NF, inner_NF = self.shared_gate(x_ND), self.shared_in(x_ND)
+      shared_ND = self.shared_out(self.mlp.gate(gate_NF, inner_NF, self.mlp.activation))
+      mixed_ND += jax.nn.sigmoid(self.shared_weight(x_ND)) * shared_ND
     return mixed_ND.astype(self.dtype).reshape(x_BTD.shape)
 
   def axes(self) -> dict:
@@ -411,18 +543,31 @@ class Block(nn.Module):
       self.mlp.use_bias, (*expert, first, last), (*expert, bias)
     )
     names = ["attention_norm", "mlp_norm"] if self.pre_norms else []
-    names += ["query_norm", "key_norm"] if self.attention.qk_norm else []
     names += ["attention_post_norm", "mlp_post_norm"] if self.post_norms else []
     axes = dict.fromkeys(names, norm)
-    if self.attention.kv_heads is None:
-      axes["query_key_value"] = qkv("qkv", *heads)
+    if self.delta is not None:
+      axes["delta_rule"] = self.delta.axes()
     else:
-      axes |= {name: qkv(*heads) for name in ("query", "key", "value")}
-    axes["attention_out"] = biased(self.attention.out_bias, (*heads, "embed"), ("norm",))
-    if self.attention.has_sinks:
-      axes["sink"] = ("heads",)
+      names = ["query_norm", "key_norm"] if self.attention.qk_norm else []
+      axes |= dict.fromkeys(names, norm)
+      if self.attention.kv_heads is None:
+        axes["query_key_value"] = qkv("qkv", *heads)
+      else:
+        axes |= {name: qkv(*heads) for name in ("query", "key", "value")}
+      axes["attention_out"] = biased(self.attention.out_bias, (*heads, "embed"), ("norm",))
+      if self.attention.has_sinks:
+        axes["sink"] = ("heads",)
+      if self.attention.index is not None:
+        axes["index"] = self.attention.index.axes(norm)
+    if self.streams is not None:
+      axes |= dict.fromkeys(("attention_streams", "mlp_streams"), self.streams.axes())
     if expert:
       axes["router"] = biased(self.mlp.experts.router_bias, ("embed", "experts"), ("experts",))
+      if self.mlp.experts.shared is not None:
+        into = biased(self.mlp.use_bias, ("embed", "mlp"), ("mlp",))
+        axes |= {"shared_in": into, "shared_gate": into}
+        axes["shared_out"] = biased(self.mlp.use_bias, ("mlp", "embed"), ("norm",))
+        axes["shared_weight"] = {"kernel": ("embed", "norm")}
     names = ["mlp_in", "mlp_gate"][: 1 + self.mlp.gated]
     axes |= {name: mlp("embed", "mlp", "mlp") for name in names}
     return axes | {"mlp_out": mlp("mlp", "embed", "norm")}
@@ -468,6 +613,12 @@ class Transformer(LanguageModel):
     turned: for each block whether it turns queries and keys; None: every one does.
     embedding_scale: factor of the embedding's vectors, rounded to `dtype`; None: 1.
     final_scale: factor of the final hidden vectors, rounded to `dtype`; None: 1.
+    streams: residual streams in place of one, of which the branches read mixtures in place of
+      norms; None: one.
+    delta: the gated delta rule of recurrent blocks; None: no block is.
+    recurrent: for each block whether the delta rule is in place of attention. Only with `delta`.
+    memories: memories of n-grams, each added to the streams before a block.
+    memory_blocks: the number of that block for each memory, from 0, in ascending order.
   """
 
   layers: int
@@ -489,6 +640,11 @@ class Transformer(LanguageModel):
   turned: tuple[bool, ...] | None = None
   embedding_scale: float | None = None
   final_scale: float | None = None
+  streams: Streams | None = None
+  delta: GatedDelta | None = None
+  recurrent: tuple[bool, ...] | None = None
+  memories: tuple[NGramMemory, ...] = ()
+  memory_blocks: tuple[int, ...] = ()
 
   def setup(self):
     self._check_fields()
@@ -497,16 +653,23 @@ class Transformer(LanguageModel):
       self.position = self.param("position", init, (self.context, self.dim), jnp.float32)
     # Inside a scan no barrier against common-subexpression elimination is needed.
     remat = lambda block: nn.remat(block, static_argnums=(4,), prevent_cse=False)
-    # One block is compiled for any depth; its parameters are stacked, [layers, ...].
-    stacked = nn.scan(
-      remat(Block) if self.remat else Block,
-      variable_axes={"params": 0},
-      split_rngs={"params": True, "dropout": True},
-      in_axes=(0, nn.broadcast, nn.broadcast),
-      length=self.layers,
-    )
-    self.blocks = stacked(**self._block_fields())
-    self.final_norm = self.norm.module(self.dtype)
+    kind = remat(Block) if self.remat else Block
+    if self.is_uniform:
+      # One block is compiled for any depth; its parameters are stacked, [layers, ...].
+      stacked = nn.scan(
+        kind,
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True},
+        in_axes=(0, nn.broadcast, nn.broadcast),
+        length=self.layers,
+      )
+      self.blocks = stacked(**self._block_fields())
+    else:
+      self.blocks = [kind(**self._block_fields(number)) for number in range(self.layers)]
+    if self.streams is None:
+      self.final_norm = self.norm.module(self.dtype)
+    else:
+      self.final_streams = StreamMixer(self.streams, self.dim, self.dtype, writes=False)
     self.drop = nn.Dropout(self.dropout)
 
   def _check_fields(self) -> None:
@@ -539,6 +702,7 @@ class Transformer(LanguageModel):
         "`mlp.experts` needs `mlp.gated`, and from 1 to all of the experts for a token; got"
         f" {experts} with gated={self.mlp.gated}. Change them."
       )
+    self._check_hybrid()
     check_dropout(self.dropout)
     if self.attention.head_dim is None:
       check_heads(self.dim, self.heads)
@@ -554,10 +718,60 @@ class Transformer(LanguageModel):
       )
     self.check_layers()
 
+  def _check_hybrid(self) -> None:
+    if (self.recurrent is None) != (self.delta is None) or (
+      self.recurrent is not None and len(self.recurrent) != self.layers
+    ):
+      raise ValueError(
+        f"`recurrent` must have an entry for each of {self.layers} blocks just with `delta`; got"
+        f" {self.recurrent} and {self.delta}. Give both, or neither."
+      )
+    if self.streams is not None and (self.pre_norms or self.streams.count < 1):
+      raise ValueError(
+        "`streams` must be at least one with pre_norms=False, for their mixtures are normalised;"
+        f" got {self.streams} and pre_norms={self.pre_norms}. Change them."
+      )
+    wanted = self.streams.count if self.streams else 1, self.dim
+    if wrong := [m for m in self.memories if (m.streams, m.dim) != wanted]:
+      raise ValueError(
+        f"`memories` must be added to {wanted[0]} streams of {wanted[1]}; got"
+        f" {wrong[0].streams} of {wrong[0].dim}. Change their `streams` and `dim`."
+      )
+    blocks = self.memory_blocks
+    is_ascending = list(blocks) == sorted({*blocks} & {*range(self.layers)})
+    if len(self.memories) != len(blocks) or not is_ascending:
+      raise ValueError(
+        f"`memory_blocks` must be ascending numbers below {self.layers}, one for each of"
+        f" {len(self.memories)} memories; got {blocks}. Change them."
+      )
+    if self.attention.index is not None and (self.rotary is None or self.window is not None):
+      raise ValueError(
+        "`attention.index` needs `rotary`, and no `window`; got"
+        f" {self.rotary} and {self.window}. Change them."
+      )
+    for part in (self.delta, self.attention.index):
+      if part is not None:
+        part.check()
+
+  @property
+  def is_uniform(self) -> bool:
+    """Whether all blocks have parameters of the same shapes, and only the stream goes between."""
+    return self.delta is None and not self.memories
+
+  def check_keys_suffice(self) -> None:
+    """Raise ValueError unless keys and values are all that blocks need of earlier tokens."""
+    attention = self.attention
+    if not self.is_uniform or self.streams or attention.gated or attention.index:
+      raise ValueError(
+        "`model` must have blocks that need only keys and values of earlier tokens; got one with"
+        " recurrent blocks, streams, gated or indexed attention, or memories. Score texts with it:"
+        " `score` reads them whole."
+      )
+
   def _head_dim(self) -> int:
     return self.attention.head_dim or self.dim // self.heads
 
-  def _block_fields(self) -> dict:
+  def _block_fields(self, number: int = 0) -> dict:
     return {
       "dim": self.dim,
       "heads": self.heads,
@@ -572,11 +786,13 @@ class Transformer(LanguageModel):
       "pre_norms": self.pre_norms,
       "post_norms": self.post_norms,
       "branch_scale": self.branch_scale,
+      "streams": self.streams,
+      "delta": self.delta if self.recurrent is not None and self.recurrent[number] else None,
     }
 
-  def block(self) -> Block:
-    """One block, to be applied to the parameters of one; the model stacks those of all blocks."""
-    return Block(**self._block_fields(), parent=None)
+  def block(self, number: int = 0) -> Block:
+    """One block, to be applied to its parameters; those of uniform blocks are stacked."""
+    return Block(**self._block_fields(number), parent=None)
 
   def is_local(self) -> tuple[bool, ...]:
     """For each block whether it attends to the last `window` positions only."""
@@ -608,24 +824,34 @@ class Transformer(LanguageModel):
 
   def embedded(
     self, vectors: Float[Array, "B T D"], position: Int[Array, "*b T"]
-  ) -> Float[Array, "B T D"]:
+  ) -> Float[Array, "B T C"]:
     """The residual stream before the first block, from the embedding's vectors."""
     x_BTD = vectors.astype(self.dtype)
     if self.embedding_scale is not None:
       x_BTD = x_BTD * jnp.asarray(self.embedding_scale, self.dtype)
     if self.rotary is None:
       x_BTD = x_BTD + self.position[position].astype(self.dtype)
-    return x_BTD
+    return x_BTD if self.streams is None else jnp.tile(x_BTD, self.streams.count)
 
-  def final(self, x_BTD: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+  def final(self, x_BTD: Float[Array, "*B C"]) -> Float[Array, "*B D"]:
     """Final hidden vectors, from the residual stream after the last block."""
-    normed_BTD = self.final_norm(x_BTD)
+    normed_BTD = self.final_norm(x_BTD) if self.streams is None else self.final_streams(x_BTD)[0]
     if self.final_scale is None:
       return normed_BTD
     return normed_BTD * jnp.asarray(self.final_scale, self.dtype)
 
   def body(self, vectors: Float[Array, "B T D"], deterministic: bool) -> Float[Array, "B T D"]:
     """Final hidden vectors, after positions, blocks and the final norm."""
+    if self.memories:
+      raise ValueError(
+        "`memories` need the tokens; got their vectors alone. Call `hidden` or `log_prob`."
+      )
+    return self.body_of_tokens(None, vectors, deterministic)
+
+  def body_of_tokens(
+    self, tokens: Int[Array, "B T"] | None, vectors: Float[Array, "B T D"], deterministic: bool
+  ) -> Float[Array, "B T D"]:
+    """`body`, with memories that read the tokens."""
     length = vectors.shape[1]
     if length > self.context:
       raise ValueError(
@@ -634,13 +860,31 @@ class Transformer(LanguageModel):
       )
     position_T = jnp.arange(length)
     x_BTD = constrain(self.drop(self.embedded(vectors, position_T), deterministic), ROWS)
-    x_BTD, _ = self.blocks(x_BTD, self.layer_inputs(), self.angles(position_T), deterministic)
+    inputs, angles = self.layer_inputs(), self.angles(position_T)
+    if self.is_uniform:
+      x_BTD, _ = self.blocks(x_BTD, inputs, angles, deterministic)
+      return constrain(self.final(x_BTD), ROWS)
+    memories = dict(zip(self.memory_blocks, self.memories))
+    for number, block in enumerate(self.blocks):
+      if number in memories:
+        # Negative tokens are padding, behind the text.
+        x_BTD = x_BTD + memories[number](x_BTD, jnp.maximum(tokens, 0))
+      layer = jax.tree.map(lambda x, n=number: x[n], inputs)
+      x_BTD, _ = block(x_BTD, layer, angles, deterministic)
     return constrain(self.final(x_BTD), ROWS)
 
   def own_axes(self) -> dict:
-    """Logical axes of positions, blocks and the final norm."""
-    axes = {
-      "blocks": stacked_axes(self.block().axes()),
-      "final_norm": self.norm.axes,
-    }
-    return {"params": axes | ({"position": ("context", "embed")} if self.rotary is None else {})}
+    """Logical axes of positions, blocks and the final norm, and of memories."""
+    axes = {"position": ("context", "embed")} if self.rotary is None else {}
+    if self.streams is None:
+      axes["final_norm"] = self.norm.axes
+    else:
+      axes["final_streams"] = self.streams.axes(writes=False)
+    if self.is_uniform:
+      return {"params": axes | {"blocks": stacked_axes(self.block().axes())}}
+    axes |= {f"blocks_{number}": self.block(number).axes() for number in range(self.layers)}
+    found = {"params": axes}
+    for number, memory in enumerate(self.memories):
+      for collection, tree in memory.logical_axes().items():
+        found.setdefault(collection, {})[f"memories_{number}"] = tree
+    return found
