@@ -106,6 +106,8 @@ copybutton_prompt_is_regexp = True
 # Backticks in docstrings name Python objects; names that are not in the reference become code.
 default_role = "py:obj"
 add_module_names = False
+# An extra, which is not needed to describe its readers.
+autodoc_mock_imports = ["torch"]
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
