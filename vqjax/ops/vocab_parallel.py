@@ -450,7 +450,8 @@ def _gather_forward(kind, table, index):
   del kind
   # Columns that other axes shard are gathered, as its gradient below has whole rows on each device:
   # XLA of jax 0.12 aborts where the tokens and the columns are sharded over one axis.
-  return lax.with_sharding_constraint(table, P())[index], index
+  whole = lax.with_sharding_constraint(table, P()) if token_shards(None).count > 1 else table
+  return whole[index], index
 
 
 def _gather_backward(kind, index, cotangent):
