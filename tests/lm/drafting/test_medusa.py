@@ -262,6 +262,7 @@ def test_a_drafter_that_does_not_fit_is_refused(name):
   assert all(part in str(error.value) for part in parts)
 
 
+@pytest.mark.programs(40)  # more than others where it is the first
 def test_a_file_gives_the_drafter_back_and_fits_no_other_model(tmp_path):
   times = {"cost": 0.25, "overhead": 0.5, "drawn": RoundTimes(0.5, 2.0)}
   path, drafter, (model, variables) = tmp_path / "medusa", medusa("codebook", **times), target()
