@@ -8,14 +8,14 @@ installed, `tfds build NAME --file_format array_record` is equivalent.
 
 import sys
 
-from vqjax.lab.data.corpus_files import import_lab_extra
+from vqjax.lab.data.corpus_files import import_extra
 
 __all__ = []
 
 
 def main(argv: list[str]) -> None:
   """Build the datasets that `argv` names, with all options of `tfds build`."""
-  import_lab_extra("tensorflow_datasets")
+  import_extra("tensorflow_datasets")
   from absl import app
   from tensorflow_datasets.scripts.cli import build, cli_utils
 

@@ -24,14 +24,14 @@ LARGE = 64 * 2**20
 """Size in bytes above which `outline` hashes only the ends of a file."""
 
 
-def import_lab_extra(module: str) -> ModuleType:
-  """Import a module of the `lab` extra; the error says how to install it."""
+def import_extra(module: str, extra: str = "lab") -> ModuleType:
+  """Import a module of an extra of vqjax; the error says how to install it."""
   try:
     return importlib.import_module(module)
   except ModuleNotFoundError as error:
     if error.name != module:
       raise
-    raise ImportError(f"{module} must be installed. Run pip install 'vqjax[lab]'.") from None
+    raise ImportError(f"{module} must be installed. Run pip install 'vqjax[{extra}]'.") from None
 
 
 def split_files(folder: Path) -> dict[str, Path]:

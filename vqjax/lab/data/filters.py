@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Iterator
 
-from vqjax.lab.data.corpus_files import content_hash, import_lab_extra, normalised_hash
+from vqjax.lab.data.corpus_files import content_hash, import_extra, normalised_hash
 from vqjax.lab.data.source import SPLITS, Source
 
 __all__ = ["Filtered"]
@@ -92,7 +92,7 @@ class Filtered(Source):
       ValueError: no document passes, and the message has the counts; or `language` is unknown.
     """
     if self.language is not None:
-      langid = import_lab_extra("py3langid")
+      langid = import_extra("py3langid")
       known = sorted({language for language, _ in langid.rank("")})
       if self.language not in known:
         raise ValueError(
@@ -133,7 +133,7 @@ class Filtered(Source):
     """Return a hash of the source, the settings, and the language detector's version."""
     version = ""
     if self.language:
-      import_lab_extra("py3langid")
+      import_extra("py3langid")
       version = importlib.metadata.version("py3langid")
     settings = f"{self.min_chars} {self.language} {self.deduplicate} {self.fraction}"
     return content_hash([type(self).__name__, self.source.fingerprint(), settings, version])

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vqjax.lab.data.corpus_files import content_hash, import_lab_extra, outline
+from vqjax.lab.data.corpus_files import content_hash, import_extra, outline
 from vqjax.lab.data.source import SPLITS, Source
 
 __all__ = ["TFDS"]
@@ -68,7 +68,7 @@ class TFDS(Source):
 
   def _builder(self) -> Any:
     # Imported here, since it takes half a second that a run on other text does not need.
-    tensorflow_datasets = import_lab_extra("tensorflow_datasets")
+    tensorflow_datasets = import_extra("tensorflow_datasets")
     try:
       builder = tensorflow_datasets.builder(self.name, data_dir=self.data_dir)
     except tensorflow_datasets.core.DatasetNotFoundError:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from vqjax.lab.data.corpus_files import import_lab_extra
+from vqjax.lab.data.corpus_files import import_extra
 from vqjax.lm import checkpoints
 from vqjax.lm.texts import data_path, read_text
 from vqjax.lm.tokenizers import Tokenizer, from_state, load_tokenizer
@@ -321,7 +321,7 @@ class SentencePieceTokenizer(TokenizerRecipe):
       )
     model = io.BytesIO()
     try:
-      import_lab_extra("sentencepiece").SentencePieceTrainer.train(
+      import_extra("sentencepiece").SentencePieceTrainer.train(
         sentence_iterator=iter(sample),
         model_writer=model,
         model_type="unigram",

@@ -5,15 +5,14 @@ machines see that folder. What runs when is up to Ray and SLURM, which know what
 """
 
 import dataclasses
-import importlib
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from types import ModuleType
 from typing import Any
 
 from vqjax.lab import exits
+from vqjax.lab.data.corpus_files import import_extra
 from vqjax.lab.study.declaration import load_study
 from vqjax.lab.study.jobs import StudyJob
 from vqjax.lab.study.work import Work
@@ -63,7 +62,7 @@ def on_ray(work: Work, jobs: Sequence[StudyJob], parameters: Mapping[str, str]) 
   A job takes one GPU, or all cores of a machine where no machine has a GPU.
   """
   del parameters
-  ray = _library("ray", "ray")
+  ray = import_extra("ray", "ray")
   if not ray.is_initialized():
     passed = {key: value for key, value in os.environ.items() if key.startswith(PASSED)}
     ray.init(runtime_env={"env_vars": passed}, include_dashboard=False)
@@ -101,7 +100,7 @@ def on_slurm(work: Work, jobs: Sequence[StudyJob], parameters: Mapping[str, str]
     parameters: parameters of submitit's executor as texts, such as {"slurm_partition": "gpu"};
       "cluster" may be "local" or "debug", which need no SLURM.
   """
-  submitit = _library("submitit", "slurm")
+  submitit = import_extra("submitit", "slurm")
   values: dict[str, Any] = {k: int(v) if v.isdigit() else v for k, v in parameters.items()}
   cluster = values.pop("cluster", "slurm")
   executor = submitit.AutoExecutor(folder=work.folder / "slurm", cluster=cluster)
@@ -127,14 +126,3 @@ Launcher = Callable[[Work, Sequence[StudyJob], Mapping[str, str]], None]
 
 LAUNCHERS: dict[str, Launcher | None] = {"local": None, "ray": on_ray, "slurm": on_slurm}
 """Names of launchers; None: in this process, one job after another."""
-
-
-def _library(name: str, extra: str) -> ModuleType:
-  try:
-    return importlib.import_module(name)
-  except ModuleNotFoundError as error:
-    if error.name != name:
-      raise
-    raise ImportError(
-      f"{name} must be installed for --launcher {extra}. Run pip install 'vqjax[{extra}]'."
-    ) from None

@@ -6,15 +6,14 @@ MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.
 
 import abc
 import hashlib
-import importlib
 import os
 import pathlib
 import time
 from collections.abc import Mapping
-from types import ModuleType
 
 from tensorboardX import SummaryWriter
 
+from vqjax.lab.data.corpus_files import import_extra
 from vqjax.lab.run_files import read_config
 
 __all__ = ["TRACKERS", "TensorBoard", "Tracker"]
@@ -60,7 +59,7 @@ class WandB(Tracker):
 
   def __init__(self, folder: pathlib.Path, step: int):
     del step  # wandb drops steps that it has
-    self._run = _library("wandb").init(
+    self._run = import_extra("wandb", "wandb").init(
       id=_identity(folder),
       name=folder.name,
       dir=str(folder),
@@ -80,8 +79,8 @@ class MLflow(Tracker):
 
   def __init__(self, folder: pathlib.Path, step: int):
     del step  # a step that is written again has the same value
-    library = _library("mlflow")
-    self._metric = importlib.import_module("mlflow.entities").Metric
+    library = import_extra("mlflow", "mlflow")
+    self._metric = import_extra("mlflow.entities", "mlflow").Metric
     self._client = client = library.MlflowClient()
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "vqjax")
     found = client.get_experiment_by_name(name)
@@ -113,14 +112,3 @@ def _identity(folder: pathlib.Path) -> str:
   """A name of the run in this folder that stays when it goes on."""
   kept = (read_config(folder) or {}).get("hash", "")
   return hashlib.sha256(f"{kept} {folder.resolve()}".encode()).hexdigest()[:16]
-
-
-def _library(name: str) -> ModuleType:
-  try:
-    return importlib.import_module(name)
-  except ModuleNotFoundError as error:
-    if error.name != name:
-      raise
-    raise ImportError(
-      f"{name} must be installed for train.tracker={name}. Run pip install 'vqjax[{name}]'."
-    ) from None
