@@ -1,5 +1,7 @@
 """Tests of block-wise top-k, draws and nuclei against a sort of the whole row."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,6 +190,16 @@ def test_scores_that_are_not_stored_are_computed_eleven_times(monkeypatch):
   jax.effects_barrier()
   # The normaliser, eight passes of the search, the ties, and the scores of the nucleus themselves.
   assert len(computed) == 11
+
+
+def test_a_draw_keeps_the_best_token_where_every_reading_of_the_scores_rounds_otherwise():
+  readings = itertools.count()
+  blocks = blocks_of(SCORES, 10).map(lambda scores, _: scores - 1e-6 * next(readings))
+  # Each reading of a traced block subtracts more than the one before.
+  run = compiled(lambda key: sampling.draw(sampling.nucleus(blocks, 1e-6), key))
+  np.testing.assert_array_equal(run(jax.random.key(0)), SCORES.argmax(axis=-1))
+  least = compiled(lambda key: sampling.draw(sampling.at_least(blocks, 1.0, 1.0), key))
+  np.testing.assert_array_equal(least(jax.random.key(0)), SCORES.argmax(axis=-1))
 
 
 @pytest.mark.parametrize("shape", [(50,), (2, 37), (7, 1, 37), ()])

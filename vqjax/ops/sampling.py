@@ -444,9 +444,12 @@ def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
     # The last chunk may be shorter.
     inside_sB, row_sB = row_sB < width, jnp.minimum(row_sB, width - 1)
     new_sB = jnp.take_along_axis(score_WB, row_sB, axis=0)
+    new_sB = jnp.where(inside_sB, new_sB, -jnp.inf)
+    # Read again, the only token of a chunk may have been rounded out of a nucleus.
+    top_B = jnp.where(jnp.isneginf(new_sB).all(axis=0), -jnp.inf, top_B)
     # Strictly: where every score is -inf the token stays -1.
     better_B = top_B > best_B
-    score_sB = jnp.where(better_B, jnp.where(inside_sB, new_sB, -jnp.inf), score_sB)
+    score_sB = jnp.where(better_B, new_sB, score_sB)
     token_sB = jnp.where(better_B, token_W[row_sB].astype(jnp.int32), token_sB)
     return jnp.maximum(best_B, top_B), score_sB, token_sB
 
@@ -568,9 +571,10 @@ def at_least(blocks: Blocks, min_p: float | int, temperature: float | int) -> Bl
 
   The scores are those before they are divided by the temperature.
   """
-  top_B = best(blocks, 1, normalizer=False)[0][..., 0]
-  least_B = top_B + temperature * math.log(min_p)
-  return blocks.map(lambda score_WB, _: jnp.where(score_WB >= least_B, score_WB, -jnp.inf))
+  top = best(blocks, 1, normalizer=False)
+  least_B = top[0][..., 0] + temperature * math.log(min_p)
+  cut_of = lambda score_WB, _: jnp.where(score_WB >= least_B, score_WB, -jnp.inf)
+  return _pinned(blocks, *top[:2]).map(cut_of)
 
 
 def nucleus(blocks: Blocks, top_p: Float[Array, "*B"] | float | int | None) -> Blocks:
@@ -582,11 +586,27 @@ def nucleus(blocks: Blocks, top_p: Float[Array, "*B"] | float | int | None) -> B
   if top_p is None or (isinstance(top_p, numbers.Number) and top_p == 1):
     return blocks
   kept = stored(blocks)
-  top_B1, _, log_z_B = best(kept, 1)
+  top_B1, token_B1, log_z_B = best(kept, 1)
   edge_B = nucleus_edge(kept, top_p, log_z_B, bits=1 if is_stored(blocks) else 4)
   # The best token stays, whatever is rounded.
   edge_B = jnp.minimum(edge_B, top_B1[..., 0])
-  return cut(kept, edge_B, top_p, log_z_B)
+  return cut(_pinned(kept, top_B1, token_B1), edge_B, top_p, log_z_B)
+
+
+def _pinned(blocks, top, token):
+  """Blocks in which the best token, of `best(blocks, 1)`, keeps the score that was found there.
+
+  XLA may compute scores once for each reader, stored ones too, and round them otherwise: compared
+  with an edge that was found before, the best token might then be none.
+  """
+  top_B, token_B = top[..., 0], token[..., 0]
+
+  def pin(score_WB, token_W):
+    # Padding names some token, and scores -inf.
+    is_best_WB = (token_W.reshape(-1, *[1] * token_B.ndim) == token_B) & ~jnp.isneginf(score_WB)
+    return jnp.where(is_best_WB, top_B, score_WB.astype(jnp.float32))
+
+  return blocks.map(pin)
 
 
 def cut(
