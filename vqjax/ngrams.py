@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, ArrayLike, Float, Int, Integer
+from jaxtyping import Array, ArrayLike, Float, Int, Integer, Shaped
 
 from vqjax.embeddings.base import Embedding
 from vqjax.layer import Layer
@@ -126,6 +126,7 @@ class NGramMemory(Layer):
     streams: number of residual streams, S, each with a key of its own.
     kernel: number of taps of the convolution.
     epsilon: added to mean squares.
+    offset: number that is added to the scales of the norms; 1 in `qwen4_exp`.
     value_init: initialiser of W_v, [E, D].
     param_dtype: dtype of the parameters.
     has_table: whether the table is a variable of the layer. Otherwise every call is given the
@@ -137,6 +138,7 @@ class NGramMemory(Layer):
   streams: int = 1
   kernel: int = 4
   epsilon: float = 1e-6
+  offset: float = 0.0
   value_init: Initializer = nn.initializers.normal(0.02)
   param_dtype: Dtype = jnp.float32
   has_table: bool = True
@@ -144,7 +146,7 @@ class NGramMemory(Layer):
   def declare(self) -> Declaration:
     """The n-grams' table, projections, scales of the norms, and the filters."""
     width, channels = self.lookup.dim, self.streams * self.dim
-    ones, zeros = nn.initializers.ones, nn.initializers.zeros
+    ones, zeros = nn.initializers.constant(1.0 - self.offset), nn.initializers.zeros
     of = lambda shape, axes, init: Variable(shape, axes, init, self.param_dtype)
     return {
       **({"lookup": self.lookup} if self.has_table else {}),
@@ -194,6 +196,7 @@ class NGramMemory(Layer):
     tokens: Integer[ArrayLike, "*B T"],
     cache: MemoryCache,
     vectors: Float[ArrayLike, "*B T E"] | None = None,
+    count: Int[ArrayLike, "*B"] | None = None,
   ) -> tuple[Float[Array, "*B T C"], MemoryCache]:
     """What is added to the streams of the next tokens, and the cache for those after them.
 
@@ -203,6 +206,7 @@ class NGramMemory(Layer):
       cache: what the tokens before have left.
       vectors: the n-grams' vectors [*B, T, E] for a layer without a table; None: `lookup` reads
         them.
+      count: number of tokens of each text, after which there is padding; None: all.
 
     Raises:
       ValueError: `hidden` or `vectors` have another shape than the tokens, the streams and the
@@ -232,8 +236,10 @@ class NGramMemory(Layer):
         " D] of the table."
       )
     added, values = self._added(hidden, vectors, cache.values)
-    history = jnp.concatenate([cache.tokens, tokens.astype(jnp.int32)], axis=-1)
-    return added, MemoryCache(history[..., tokens.shape[-1] :], values)
+    history = jnp.concatenate([cache.tokens, tokens.astype(jnp.int32)], axis=-1)[..., None]
+    before = last_entries(history, self.lookup.ngrams.order - 1, count)[..., 0]
+    kept = last_entries(values, cache.values.shape[-2], count).astype(cache.values.dtype)
+    return added, MemoryCache(before, kept)
 
   def _added(self, hidden, vectors, before):
     parts = (*hidden.shape[:-1], self.streams, self.dim)
@@ -250,7 +256,7 @@ class NGramMemory(Layer):
     taps = (history[..., k * dilation : k * dilation + length, :] for k in range(self.kernel))
     convolved = sum(tap * filters[k] for k, tap in enumerate(taps))
     added = value.reshape(hidden.shape) + jax.nn.silu(convolved)
-    return added.astype(hidden.dtype), history[..., length:, :].astype(before.dtype)
+    return added.astype(hidden.dtype), history
 
   def _weight(self, name: str, like: Any) -> Array:
     return self.array(name).astype(like.dtype)
@@ -258,4 +264,21 @@ class NGramMemory(Layer):
   def _normed(self, x, scale, parts):
     x = x.reshape(parts).astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
-    return x * self.array(scale).astype(jnp.float32).reshape(self.streams, self.dim)
+    scale = self.offset + self.array(scale).astype(jnp.float32)
+    return x * scale.reshape(self.streams, self.dim)
+
+
+def last_entries(
+  history: Shaped[Array, "*B L C"], kept: int, count: Int[ArrayLike, "*B"] | None
+) -> Shaped[Array, "*B K C"]:
+  """The last `kept` entries before the padding of rows that begin with as many of a cache.
+
+  Args:
+    history: the entries of a cache, those of the next tokens, and then padding.
+    kept: number of entries of the cache, K.
+    count: number of tokens of each row before the padding; None: there is no padding.
+  """
+  if count is None:
+    return history[..., history.shape[-2] - kept :, :]
+  index = jnp.asarray(count)[..., None] + jnp.arange(kept)
+  return jnp.take_along_axis(history, index[..., None], axis=-2)

@@ -176,6 +176,7 @@ class XorHash(_Hash):
     pad: the token that stands where there is none.
     end: the token that ends a text: a token reads `pad` for what is before its text. None: texts
       are read through.
+    seed: what the multipliers were drawn with; None: they are not drawn.
   """
 
   vocab: int
@@ -183,6 +184,7 @@ class XorHash(_Hash):
   sizes: tuple[int, ...]
   pad: int = 0
   end: int | None = None
+  seed: int | None = None
 
   def __post_init__(self):
     _check(self, len(self.multipliers))
@@ -227,7 +229,7 @@ class XorHash(_Hash):
     base = seed + 10007 * layer
     half = max(1, (2**63 - 1) // vocab // 2)
     multipliers = (2 * (_splitmix64(base + _GAMMA * (i + 1)) % half) + 1 for i in range(order))
-    return cls(vocab, tuple(multipliers), tuple(primes[-count:]), pad=end, end=end)
+    return cls(vocab, tuple(multipliers), tuple(primes[-count:]), pad=end, end=end, seed=seed)
 
   @classmethod
   def engram(
@@ -276,7 +278,7 @@ class XorHash(_Hash):
         break
     half = max(1, (2**63 - 1) // vocab // 2)
     drawn = np.random.default_rng(seed + 10007 * layer).integers(0, half, order, dtype=np.int64)
-    return cls(vocab, tuple(2 * int(m) + 1 for m in drawn), tuple(own), pad=pad)
+    return cls(vocab, tuple(2 * int(m) + 1 for m in drawn), tuple(own), pad=pad, seed=seed)
 
   def _remainders(self, shifted, sizes, words):
     mixed = words.product(shifted[0], self.multipliers[0])

@@ -153,7 +153,8 @@ def plain(name):
   return small(name, **changes)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# llama.cpp has no format for qwen4_exp.
+@pytest.mark.parametrize("name", [name for name in NAMES if "qwen4_exp_text" not in name.values])
 def test_a_gguf_is_read_as_the_model_that_was_converted(name, tmp_path):
   model, variables = plain(name)
   checkpoints.save(tmp_path / "folder", model, variables)
@@ -325,7 +326,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
-  with pytest.raises(ValueError, match=r"one of gpt2, llama, .*gemma3_text; got 'mamba'"):
+  with pytest.raises(ValueError, match=r"one of gpt2, llama, .*qwen4_exp_text; got 'mamba'"):
     checkpoints.load(tmp_path / "model.gguf")
 
 

@@ -1,5 +1,7 @@
 """Layouts permute axes as their text says, and back."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -34,7 +36,8 @@ LAYOUTS = sorted(
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_a_tensor_comes_back(text):
   layout = Layout(text)
-  shape = (3, 2, 5, 6)[-len(text.split(" -> ")[1].replace("(2 i)", "i").split()) :]
+  axes = re.findall(r"\([^)]*\)|\S+", text.split(" -> ")[1])
+  shape = (3, 2, 5, 6)[-len(axes) :]
   variable = np.random.default_rng(0).normal(size=shape)
   tensor = layout.tensor(variable)
   assert tensor.shape == layout.file_shape(shape)

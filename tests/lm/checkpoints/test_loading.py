@@ -66,7 +66,8 @@ def test_each_device_of_a_mesh_holds_its_part(saved):
   jax.tree.map(
     lambda x, s: None if x.sharding == s else pytest.fail(f"{x.sharding}"), found, expected
   )
-  kernel = found["params"]["blocks"]["mlp_out"]["kernel"]
+  blocks = found["params"].get("blocks") or found["params"]["blocks_0"]
+  kernel = blocks["mlp_out"]["kernel"]
   assert kernel.addressable_shards[0].data.size == kernel.size // 4
 
 

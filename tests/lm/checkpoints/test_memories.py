@@ -1,15 +1,18 @@
-"""N-gram memories of `qwen4_exp` checkpoints add what transformers adds, from any table."""
+"""Folders of `qwen4_exp` score and generate as in transformers, from any table of n-grams."""
 
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
+import scipy.special
 
-from tests import jitted
+from tests.jitted import apply
 from vqjax import Int8, compress
 from vqjax.commands import compress as command
-from vqjax.lm.checkpoints import load_memories
+from vqjax.lm import checkpoints
+from vqjax.lm.generation import GREEDY, generate
 from vqjax.ops.ngrams import count_rows
 
 torch = pytest.importorskip("torch")
@@ -47,7 +50,7 @@ def model():
     split_ngram_parts=3,
     make_ngram_vocab_size_divisible_by=12,
     eos_token_id=END,
-    indexer_n_heads=2,
+    indexer_n_heads=8,  # of fewer, the scores of blocks are often all 0
     indexer_kv_heads=1,
     indexer_head_dim=8,
     indexer_budget=8,
@@ -74,30 +77,14 @@ def weight(model, layer):
 
 def paged(folder, layer, tmp_path):
   """A table that the command streams from the shards of the folder, by the counts of a text."""
-  of, size = load_memories(folder)[layer].layer.lookup.ngrams, {0: 240, 2: 312}[layer]
-  np.save(tmp_path / "counts.npy", count_rows(of, RNG.integers(0, VOCAB, 5000), rows=size))
+  lookup = dict(zip((0, 2), checkpoints.decoder(folder).memories))[layer].lookup
+  counts = count_rows(lookup.ngrams, RNG.integers(0, VOCAB, 5000), rows=lookup.table.vocab)
+  np.save(tmp_path / "counts.npy", counts)
   tensor = f"{folder}:model.layers.{layer}.ple.ple_embedding.ngram_embedding"
   out = tmp_path / f"{layer}.safetensors"
   given = "--pages", "--bits", "30", "--counts", str(tmp_path / "counts.npy"), "--out", str(out)
   assert command.main([tensor, *given]) == 0
   return out
-
-
-def with_ours(model, memories, monkeypatch):
-  """The model, whose memories are those of this library."""
-  for number, (layer, variables) in memories.items():
-    kept = {}
-
-    def forward(streams, tokens, cache, conv_mask=None, *, of=(layer, variables, kept)):
-      del conv_mask
-      layer, variables, kept = of
-      # A step in decoding has one token.
-      before = kept["cache"] if tokens.shape[1] == 1 else layer.cache(len(tokens))
-      arrays = streams.detach().numpy(), tokens.numpy().astype(np.int32)
-      added, kept["cache"] = jitted.apply(layer, variables, *arrays, before, method="step")
-      return torch.tensor(np.asarray(added))
-
-    monkeypatch.setattr(model.model.layers[number].ple, "forward", forward)
 
 
 def run(model):
@@ -113,43 +100,50 @@ def run(model):
 
 
 @pytest.mark.parametrize("form", ["dense", "int8", "pages"])
-def test_a_decoder_scores_and_generates_as_with_its_own(form, model, folder, tmp_path, monkeypatch):
+def test_a_decoder_scores_and_generates_as_in_transformers(
+  form, model, folder, tmp_path, monkeypatch
+):
   tables = {}
   if form == "pages":
     tables = {layer: paged(folder, layer, tmp_path) for layer in (0, 2)}
   elif form == "int8":
     tables = {2: compress(weight(model, 2).detach().numpy(), method=Int8())}
-  memories = load_memories(folder, tables)
-  assert list(memories) == [0, 2]
-  with monkeypatch.context() as m, torch.no_grad():
-    for layer, (memory, variables) in memories.items():
-      own = memory.lookup.table.apply(
-        {k: tree["lookup"]["table"] for k, tree in variables.items() if "lookup" in tree},
-        method="table",
-      )
-      if form == "pages":
-        # Its bits are enough to be near.
-        np.testing.assert_allclose(own, weight(model, layer), atol=0.02)
-      m.setattr(weight(model, layer), "data", torch.tensor(np.asarray(own)))
-    expected = run(model)
-    with_ours(model, memories, m)
-    found = run(model)
-  np.testing.assert_array_equal(found[1], expected[1])
-  for ours, theirs in zip(found[::2], expected[::2]):
-    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+  ours, variables, _ = checkpoints.load(folder, memory_tables=tables)
+  for number, layer in enumerate((0, 2)):
+    own = ours.memories[number].lookup.table.apply(
+      {k: tree[f"memories_{number}"]["lookup"]["table"] for k, tree in variables.items()
+       if "lookup" in tree.get(f"memories_{number}", {})},
+      method="table",
+    )  # fmt: skip
+    if form == "pages":
+      # Its bits are enough to be near.
+      np.testing.assert_allclose(own, weight(model, layer).detach(), atol=0.02)
+    monkeypatch.setattr(weight(model, layer), "data", torch.tensor(np.asarray(own)))
+  logits, tokens, of_steps = run(model)
+  np.testing.assert_allclose(apply(ours, variables, TOKENS), logits, atol=1e-4)
+  made = generate(ours, variables, TOKENS.tolist(), jax.random.key(0), GREEDY, max_tokens=6)
+  np.testing.assert_array_equal(made.tokens, tokens[:, TOKENS.shape[1] :])
+  expected = np.swapaxes(of_steps - scipy.special.logsumexp(of_steps, -1, keepdims=True), 0, 1)
+  expected = np.take_along_axis(expected, made.tokens[..., None], -1)[..., 0]
+  np.testing.assert_allclose(made.log_probs, expected, atol=1e-4)
 
 
 def test_what_does_not_fit_is_named(model, folder, tmp_path):
   small = compress(weight(model, 0).detach().numpy(), method=Int8())
-  with pytest.raises(ValueError, match=r"layers \[0, 2\]; got one of layer 1"):
-    load_memories(folder, {1: small})
-  with pytest.raises(ValueError, match=r"layer 2 must be \(312, 4\).*got \(240, 4\)"):
-    load_memories(folder, {2: small})
+  with pytest.raises(ValueError, match=r"blocks \[0, 2\]; got one of block 1"):
+    checkpoints.load(folder, memory_tables={1: small})
+  with pytest.raises(ValueError, match=r"block 2 must be \(312, 4\).*got \(240, 4\)"):
+    checkpoints.load(folder, memory_tables={2: small})
   other = shutil.copytree(folder, tmp_path / "other")
   config = json.loads((other / "config.json").read_text())
-  (other / "config.json").write_text(json.dumps(config | {"seed": 7}))
-  with pytest.raises(ValueError, match="must have the layer_multipliers of its config"):
-    load_memories(other)
-  (other / "config.json").write_text(json.dumps(config | {"hc_count": None}))
-  with pytest.raises(ValueError, match="lacks hc_count"):
-    load_memories(other)
+  for changed, message in (
+    ({"seed": 7}, "must have the layer_multipliers of its config in block 0"),
+    ({"indexer_budget": None}, "`indexer_budget` is missing"),
+    ({"ple_layer_ids": [4]}, "numbers of blocks of linear attention, from 1; got 4"),
+    ({"eos_token_id": None}, "`eos_token_id` must be a token of the vocabulary"),
+    ({"ple_embed_dim": 18}, "`ple_embed_dim` must be a multiple of the 4 heads"),
+    ({"layer_types": ["linear_attention"]}, "an entry for each of 4 blocks"),
+  ):
+    (other / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ValueError, match=message):
+      checkpoints.load(other)

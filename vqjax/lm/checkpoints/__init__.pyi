@@ -5,8 +5,6 @@ from .loading import decoder as decoder
 from .loading import load as load
 from .loading import read_variables as read_variables
 from .loading import save as save
-from .memories import Memory as Memory
-from .memories import load_memories as load_memories
 from .resizing import NewRow as NewRow
 from .resizing import mean_of_all as mean_of_all
 from .resizing import mean_of_parts as mean_of_parts

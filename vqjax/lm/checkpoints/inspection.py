@@ -87,6 +87,8 @@ NAMES = {
   "mlp_in": "feed-forward",
   "mlp_out": "feed-forward",
   "router": "feed-forward",
+  **dict.fromkeys(("shared_gate", "shared_in", "shared_out", "shared_weight"), "feed-forward"),
+  "memories": "n-gram memories",
 }
 """Name of a variable -> the part that it belongs to; the others are norms or of attention."""
 
@@ -189,7 +191,8 @@ def inspect(path: str | pathlib.Path) -> Inspection:
   params: collections.Counter[str] = collections.Counter()
   formats: dict[str, collections.Counter[str]] = {}
   for names, part in variable_sources(source, model).items():
-    own = names[1] if names[0] == "blocks" else names[0]
+    owner = names[0].rstrip("_0123456789")
+    own = names[1] if owner == "blocks" else owner
     name = NAMES.get(own, "norms" if own.endswith("norm") else "attention")
     params[name] += math.prod(part.shape)
     size = math.prod(part.shape) // len(part.tensors)

@@ -23,7 +23,8 @@ from vqjax.embeddings import DenseEmbedding, Embedding
 from vqjax.heads import DenseHead, Head
 from vqjax.lm.checkpoints.runtime import Runtime, runtime_of
 from vqjax.lm.models import Transformer
-from vqjax.lm.sources.families import Family, Rule, described, family_of
+from vqjax.lm.records import shown
+from vqjax.lm.sources.families import Family, described, family_of
 from vqjax.lm.sources.layout import Layout
 from vqjax.lm.sources.quantised import dequantised
 from vqjax.lm.sources.readers import (
@@ -33,6 +34,7 @@ from vqjax.lm.sources.readers import (
   open_source,
   verify_tensor,
 )
+from vqjax.lm.sources.rules import Rule
 from vqjax.lm.tokenizers.reading import (
   JsonTokenizer,
   PiecesTokenizer,
@@ -42,6 +44,7 @@ from vqjax.lm.tokenizers.reading import (
 )
 from vqjax.outputs import new_output
 from vqjax.sharding import shardings
+from vqjax.tables import SmallTable
 from vqjax.tables.container import SEPARATOR
 from vqjax.tables.tensor_files import DTYPES, NARROW, release, save_file
 from vqjax.types import Dtype
@@ -109,6 +112,7 @@ def load(
   seed: int = 0,
   runtime: Runtime | None = None,
   tokenizer: bool = True,
+  memory_tables: Mapping[int, SmallTable | str | os.PathLike[str]] | None = None,
 ) -> Loaded:
   """Load a pretrained decoder, its variables and its tokenizer.
 
@@ -128,6 +132,9 @@ def load(
     runtime: form of the vocabulary tables in memory, one of `checkpoints.RUNTIMES`; None: that
       which the file names, dense rows in most. Not with a head or an embedding.
     tokenizer: read the tokenizer too; False: it is None, for one that this library cannot read.
+    memory_tables: tables of n-gram memories that are read in place of the folder's, by the number
+      of the block, from 0. Those that `vqjax compress FOLDER:TENSOR --pages` writes stay in their
+      files.
 
   Raises:
     FileNotFoundError: there is no such model, or it has no weights.
@@ -145,13 +152,15 @@ def load(
     names = [name for name in ("embedding", "head") if (name, "weight") in found]
     tables = {name: found[name, "weight"].tensors[0][1] for name in names}
     made = (runtime or runtime_of(source.runtime)).layers(own, tables)
-    model = own.clone(embedding=made.embedding, head=made.head)
+    model, ready = own.clone(embedding=made.embedding, head=made.head), dict(made.variables)
   else:
-    made, model = None, _with_layers(own, head, embedding)
+    model, ready = _with_layers(own, head, embedding), {}
+  arrays = traverse_util.flatten_dict(ready)
+  if memory_tables:
+    model, of_tables = _with_tables(model, memory_tables)
+    arrays |= of_tables
   read, places = _read(source, own, model, dtype, mesh)
-  if made is not None:
-    arrays = traverse_util.flatten_dict(made.variables)
-    read |= {path: jax.device_put(array, places[path]) for path, array in arrays.items()}
+  read |= {path: jax.device_put(array, places[path]) for path, array in arrays.items()}
   if fresh := places.keys() - read.keys():
     read |= _initialised(model, fresh, places, seed)
   variables = traverse_util.unflatten_dict(read)
@@ -159,6 +168,41 @@ def load(
   if reading is not None:
     check_size(reading, own.head.vocab, source.path)
   return Loaded(model, variables, reading)
+
+
+def _with_tables(
+  model: Transformer, tables: Mapping[int, SmallTable | str | os.PathLike[str]]
+) -> tuple[Transformer, dict[tuple[str, ...], np.ndarray]]:
+  """The model with other tables of its memories, and their variables by paths.
+
+  Args:
+    model: the decoder.
+    tables: by the number of the block, from 0.
+
+  Raises:
+    ValueError: a block has no memory, or the table is that of another one.
+  """
+  blocks = list(model.memory_blocks)
+  if unknown := sorted(set(tables) - set(blocks)):
+    raise ValueError(
+      f"`memory_tables` must be those of the blocks {blocks}; got one of block {unknown[0]}. Count"
+      " blocks from 0."
+    )
+  memories, arrays = list(model.memories), {}
+  for block, table in tables.items():
+    number = blocks.index(block)
+    lookup = memories[number].lookup
+    small = table if isinstance(table, SmallTable) else SmallTable.load(table)
+    if small.shape != (lookup.table.vocab, lookup.table.dim):
+      raise ValueError(
+        f"the table of block {block} must be {(lookup.table.vocab, lookup.table.dim)}, by the"
+        f" config; got {small.shape}. Give that of this block."
+      )
+    embedding, variables = small.to_embedding()
+    memories[number] = memories[number].clone(lookup=lookup.clone(table=embedding))
+    for (collection, *rest), array in traverse_util.flatten_dict(variables).items():
+      arrays[collection, f"memories_{number}", "lookup", "table", *rest] = array
+  return model.clone(memories=tuple(memories)), arrays
 
 
 def read_variables(
@@ -191,6 +235,7 @@ def read_variables(
 BODY = (
   *("dim", "layers", "heads", "norm", "attention", "mlp", "post_norms", "rotary", "local_rotary"),
   *("window", "local", "turned", "pre_norms", "branch_scale", "embedding_scale", "final_scale"),
+  *("streams", "delta", "recurrent", "memories", "memory_blocks"),
 )
 """Fields of a decoder that its body computes with."""
 
@@ -207,6 +252,7 @@ class VariableSource(NamedTuple):
     rule: where it is.
     shape: its shape.
     tensors: the names and the tensors, whole.
+    stacked: number of its leading axes whose entries have tensors of their own.
     rows: the rows of a tensor that are the variable's; the others are of variables that it joins.
     columns: the entries of its last axis that are, likewise.
   """
@@ -214,6 +260,7 @@ class VariableSource(NamedTuple):
   rule: Rule
   shape: tuple[int, ...]
   tensors: list[tuple[str, Tensor]]
+  stacked: int
   rows: slice = slice(None)
   columns: slice = slice(None)
 
@@ -230,23 +277,24 @@ def variable_sources(
   tensors = _without_prefix(source, family)
   shapes = traverse_util.flatten_dict(_abstract(model)["params"])
   rules = {tuple(rule.path.split("/")): rule for rule in family.rules}
+  placed = {path: _place(path, model) for path in shapes}
   # A file of another architecture that calls itself this one.
-  if unknown := shapes.keys() - rules.keys():
+  if unknown := {path for path, (of, _) in placed.items() if of not in rules}:
     raise ValueError(
       f"`model_type` {family.model_type} has no rule for {_some(sorted(map('/'.join, unknown)))}."
       " Its config asks for what the architecture lacks: check config.json."
     )
   found, missing, used = {}, [], set()
   for path, struct in shapes.items():
-    rule, stacked = rules[path], struct.shape[: rules[path].stacked_axes(source.kind)]
+    of, block = placed[path]
+    rule, stacked = rules[of], rules[of].stacked_axes(source.kind) - len(block)
     # A config may ask for more tensors than can be counted; one more than there are is missing.
-    numbers = itertools.islice(np.ndindex(stacked), len(tensors) + 1)
-    names = [rule.tensor_name(source.kind).format(*number) for number in numbers]
+    numbers = itertools.islice(np.ndindex(struct.shape[:stacked]), len(tensors) + 1)
+    names = [rule.tensor_name(source.kind).format(*block, *number) for number in numbers]
     used |= {*names}
     missing += [name for name in names if name not in tensors]
-    found[path] = VariableSource(
-      rule, struct.shape, [(n, tensors[n]) for n in names if n in tensors]
-    )
+    own = [(name, tensors[name]) for name in names if name in tensors]
+    found[path] = VariableSource(rule, struct.shape, own, stacked)
   tied = {rules["head", "weight"].tensor_name(source.kind)} if model.head.embedding else set()
   extra = [
     name
@@ -262,19 +310,21 @@ def variable_sources(
       " model."
     )
 
+  _check_hashes(source, model, tensors)
+
   def file_shape(path):
-    shape = shapes[path].shape[rules[path].stacked_axes(source.kind) :]
-    return rules[path].tensor_layout(source.kind).file_shape(shape)
+    part = found[path]
+    return part.rule.tensor_layout(source.kind).file_shape(part.shape[part.stacked :])
 
   for path, part in found.items():
     expected = file_shape(path)
     if joined := part.rule.joined_with(source.kind):
-      number = joined.index("/".join(path))
+      number = joined.index("/".join(placed[path][0]))
       if part.rule.interleaved:
         found[path] = part._replace(columns=slice(number, None, len(joined)))
         expected = (*expected[:-1], len(joined) * expected[-1])
       else:
-        counts = [file_shape(tuple(name.split("/")))[0] for name in joined]
+        counts = [file_shape((path[0], *name.split("/")[1:]))[0] for name in joined]
         first = sum(counts[:number])
         found[path] = part._replace(rows=slice(first, first + expected[0]))
         expected = (sum(counts), *expected[1:])
@@ -292,12 +342,37 @@ def variable_sources(
   return found
 
 
+def _place(path: tuple[str, ...], model: Transformer) -> tuple[tuple[str, ...], tuple[int, ...]]:
+  """The path of a variable's rule, and the number of its block if the path names one."""
+  owner, _, number = path[0].rpartition("_")
+  if owner == "blocks":
+    return (owner, *path[1:]), (int(number),)
+  if owner == "memories":
+    return (owner, *path[1:]), (model.memory_blocks[int(number)],)
+  return path, ()
+
+
+def _check_hashes(source: ModelSource, model: Transformer, tensors: Mapping[str, Tensor]) -> None:
+  """Raise ValueError unless the stored hashes of memories are those of the config."""
+  for block, memory in zip(model.memory_blocks, model.memories):
+    ngrams = memory.lookup.ngrams
+    expected = {"layer_multipliers": ngrams.multipliers, "ngram_heads_vocab_sizes": ngrams.sizes}
+    for name, numbers in expected.items():
+      stored = tensors.get(f"layers.{block}.ple.ple_embedding.{name}")
+      if stored is not None and (found := tuple(stored.read(slice(None)).tolist())) != numbers:
+        raise ValueError(
+          f"{source.path} must have the {name} of its config in block {block}, {shown(numbers)};"
+          f" got {shown(found)}. Use the config.json of these tensors."
+        )
+
+
 def _without_prefix(source: ModelSource, family: Family) -> dict[str, Tensor]:
   """The tensors by the names of the rules, with quantised weights as numbers."""
   if source.kind != "safetensors":
     return dict(source.tensors)
   tensors = dequantised(source.path, source.config, source.tensors)
-  return {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
+  bare = lambda name: name.removeprefix(family.prefix).removeprefix("language_model.")
+  return {bare(name): tensor for name, tensor in tensors.items()}
 
 
 @functools.lru_cache(maxsize=4)  # tracing takes as long as reading half a gigabyte
@@ -388,7 +463,7 @@ def _array(
   array = _aligned(lengths, jnp.dtype(dtype))
   layout = part.rule.tensor_layout(source.kind)
   offset = part.rule.gguf_offset if source.kind == "gguf" else 0.0
-  stacked = part.rule.stacked_axes(source.kind)
+  stacked = part.stacked
   numbers = np.arange(len(part.tensors)).reshape(part.shape[:stacked])[index[:stacked]]
   pieces = [
     (array[at], part.tensors[number][1], part.rows) for at, number in np.ndenumerate(numbers)
@@ -502,23 +577,24 @@ def write_folder(
   folder.mkdir()
   files = ShardedFiles(folder, shard_bytes)
   tensors, held = {}, {}
-  for rule in family.rules:
-    path = tuple(rule.path.split("/"))
-    if path not in shapes:
-      continue
-    value, layout = params[path], Layout(rule.layout)
+  rules = {tuple(rule.path.split("/")): rule for rule in family.rules}
+  order = {of: number for number, of in enumerate(rules)}
+  for path in sorted(shapes, key=lambda path: (order[_place(path, model)[0]], path)):
+    of, block = _place(path, model)
+    rule, value = rules[of], params[path]
+    layout = Layout(rule.layout)
     prefix = "" if rule.path.startswith("head/") else family.prefix
     if (table := (compressed or {}).get(path[0])) is not None and path[1] == "weight":
       tensors[path[0]] = prefix + rule.name
       for part, array in table.items():
         files.add(prefix + rule.name + SEPARATOR + part, array)
       continue
-    axes = value.shape[: rule.stacked_axes("safetensors")]
-    for layer in np.ndindex(axes[:1]):
-      block = np.asarray(jax.device_get(value[layer]))
-      for expert in np.ndindex(axes[1:]):
-        tensor = layout.tensor(block[expert]).astype(dtype or value.dtype)
-        name = prefix + rule.name.format(*layer, *expert)
+    axes = value.shape[: rule.stacked_axes("safetensors") - len(block)]
+    for first in np.ndindex(axes[:1]):
+      entry = np.asarray(jax.device_get(value[first]))
+      for rest in np.ndindex(axes[1:]):
+        tensor = layout.tensor(entry[rest]).astype(dtype or value.dtype)
+        name = prefix + rule.name.format(*block, *first, *rest)
         parts = held.setdefault(name, []) if rule.joined else []
         parts.append(tensor)
         if len(parts) == max(1, len(rule.joined)):
@@ -532,7 +608,8 @@ def write_folder(
   if tokenizer is not None:
     eos = tokenizer.eos[0] if len(tokenizer.eos) == 1 else list(tokenizer.eos) or None
     ends = {"bos_token_id": tokenizer.bos, "eos_token_id": eos}
-  text = json.dumps(config | {"torch_dtype": kind.name} | ends, indent=2)
+  # An end that the model computes with stays.
+  text = json.dumps(ends | config | {"torch_dtype": kind.name}, indent=2)
   (folder / "config.json").write_text(text + "\n", "utf-8")
   if tokenizer is not None:
     tokenizer.save(folder)

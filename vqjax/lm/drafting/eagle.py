@@ -119,7 +119,7 @@ class EagleProgram(DraftingProgram):
     position_T = jnp.arange(tokens_BT.shape[1])
     x_BTD = self._inputs(arrays, tokens_BT, before_BTD, position_T)
     _, key, value = self._query_key_values(arrays, x_BTD, position_T)
-    ring = Ring.of_prompt(key, value, length_B, capacity + self.longest)
+    ring = Ring(key, value).of_prompt(length_B, capacity + self.longest)
     last_BD = jnp.take_along_axis(hidden_BTD, (length_B - 1)[:, None, None], axis=1)
     last_BTD = jnp.pad(last_BD, ((0, 0), (0, self.longest), (0, 0)))
     return EagleState(ring, last_BTD, jnp.full_like(length_B, -1))
@@ -226,7 +226,7 @@ class EagleProgram(DraftingProgram):
     position_BT = (length_B + step_B)[:, None] + ahead_T
     x_BTD = self._inputs(arrays, token_BT, hidden_BTD, position_BT)
     query, key, value = self._query_key_values(arrays, x_BTD, position_BT)
-    ring = ring.extended(key, value, step_B)
+    ring = ring.extended(Ring(key, value), step_B)
     slot_BW = ring.positions(length_B, step_B + ahead_T[-1])
     if last_B is not None:
       take = lambda x: jnp.take_along_axis(x, last_B.reshape(-1, *[1] * (x.ndim - 1)), axis=1)

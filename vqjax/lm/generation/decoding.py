@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.lm.generation import speculation
-from vqjax.lm.generation.kv_cache import Ring, Variables, decode, prefill, unstacked
+from vqjax.lm.generation.kv_cache import Cache, Variables, decode, prefill, unstacked
 from vqjax.lm.generation.sampling import UNFILTERED, Sampling, choose
 from vqjax.lm.generation.speculation import Drafter
 from vqjax.lm.generation.text_stream import TextStream, stop_tokens
@@ -158,7 +158,7 @@ class _State(NamedTuple):
   """What the loop carries; M is the size of the results.
 
   Attributes:
-    rings: the cache of each block.
+    rings: the caches of the blocks, and of memories.
     step: number of tokens so far, less one: that of the token in `token`.
     token: the latest token of each row.
     length: number of tokens of each prompt.
@@ -168,7 +168,7 @@ class _State(NamedTuple):
     seen: the tokens of prompt and text, for the repetition penalty; None: not needed.
   """
 
-  rings: tuple[Ring, ...]
+  rings: tuple[Cache, ...]
   step: Int[Array, ""]
   token: Int[Array, "B"]
   length: Int[Array, "B"]
@@ -279,7 +279,8 @@ class _Run:
     self, model, prompts, sampling, max_tokens, stop, tokenizer, allowed, log_probs, drafter
   ):
     check_decoder(model)
-    model.check_keys_suffice()
+    if drafter is not None:
+      model.check_keys_suffice()
     if max_tokens < 1:
       raise ValueError(f"`max_tokens` must be at least 1; got {max_tokens}. Raise it.")
     self.max_tokens = max_tokens

@@ -1,8 +1,9 @@
-"""Forward passes of the general decoder that read and extend a cache of keys and values.
+"""Forward passes of the general decoder that read and extend a cache of earlier tokens.
 
-Each block has a cache of its own: as many positions as its window, or all of them. Blocks are
-computed one after another, not in a scan over stacked parameters, because a scan copies a block's
-weights before it multiplies one token with them, and that takes longer than the product.
+Each block has a cache of its own: keys and values of as many positions as its window, or of all of
+them, or the state of its delta rule. Memories of n-grams have caches, too. Blocks are computed one
+after another, not in a scan over stacked parameters, because a scan copies a block's weights before
+it multiplies one token with them, and that takes longer than the product.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vqjax.lm.generation.draft_trees import DraftTree
 from vqjax.lm.models import Transformer
-from vqjax.lm.models.attention import attend, attend_to_itself
+from vqjax.lm.models.attention import attend
 from vqjax.lm.models.decoder import Angles, Block, BlockSettings
+from vqjax.lm.models.recurrent import DeltaCache
+from vqjax.ngrams import MemoryCache
 
 __all__ = ["Variables", "decode", "extend", "prefill", "unstacked"]
 
@@ -35,28 +38,30 @@ class Ring(NamedTuple):
   Tokens may be rejected after they were written, and the next ones replace them. Until then a
   position of a rejected token is read as the one W before it, which has to lie before the window:
   a ring has as many slots more than its window as tokens may be rejected at a time.
+
+  Attributes:
+    key: the keys.
+    value: the values.
+    index: the keys of the block's index; None: it has none.
   """
 
   key: Float[Array, "B W G C"]
   value: Float[Array, "B W G C"]
+  index: Float[Array, "B W C"] | None = None
 
-  @staticmethod
-  def of_prompt(
-    key: Float[Array, "B T G C"],
-    value: Float[Array, "B T G C"],
-    length: Int[Array, "B"],
-    slots: int,
-  ) -> Ring:
-    """The ring after a prompt, of which row b has `length[b]` tokens and then padding."""
+  def of_prompt(self, length: Int[Array, "B"], slots: int) -> Ring:
+    """The ring after a prompt, from what all its positions have.
+
+    Row b has `length[b]` tokens and then padding.
+    """
     position_BW = length[:, None] - slots + jnp.arange(slots)
     # Slots before the first position hold copies of a key, which `positions` hides.
-    index_BW11 = jnp.clip(position_BW, 0, key.shape[1] - 1)[..., None, None]
-    return Ring(*(jnp.take_along_axis(x, index_BW11, axis=1) for x in (key, value)))
+    index_BW = jnp.clip(position_BW, 0, self.key.shape[1] - 1)
+    take = lambda x: jnp.take_along_axis(x, jnp.expand_dims(index_BW, range(2, x.ndim)), axis=1)
+    return jax.tree.map(take, self)
 
-  def extended(
-    self, key: Float[Array, "B T G C"], value: Float[Array, "B T G C"], step: Int[Array, "*b"]
-  ) -> Ring:
-    """The ring with the keys and values of generated tokens `step` to `step` + T - 1.
+  def extended(self, new: Ring, step: Int[Array, "*b"]) -> Ring:
+    """The ring with what generated tokens `step` to `step` + T - 1 have.
 
     `step` is one number, for T = 1, or a number for each row.
     """
@@ -72,9 +77,9 @@ class Ring(NamedTuple):
         return old
     else:
       row_B1 = jnp.arange(len(step))[:, None]
-      slot_BT = (step[:, None] + jnp.arange(key.shape[1])) % slots
+      slot_BT = (step[:, None] + jnp.arange(new.key.shape[1])) % slots
       write = lambda old, new: old.at[row_B1, slot_BT].set(new)
-    return Ring(*(write(old, new.astype(old.dtype)) for old, new in zip(self, (key, value))))
+    return jax.tree.map(lambda old, new: write(old, new.astype(old.dtype)), self, new)
 
   def positions(self, length: Int[Array, "B"], step: Int[Array, "*b"]) -> Int[Array, "B W"]:
     """The position in each slot once token `step` is written; later than any for an empty one."""
@@ -103,7 +108,11 @@ class Ring(NamedTuple):
     slots, row_B1 = self.key.shape[1], jnp.arange(len(step))[:, None]
     read_BT = (step[:, None] + nodes) % slots
     write_BT = (step[:, None] + jnp.arange(nodes.shape[1])) % slots
-    return Ring(*(old.at[row_B1, write_BT].set(old[row_B1, read_BT]) for old in self))
+    return jax.tree.map(lambda old: old.at[row_B1, write_BT].set(old[row_B1, read_BT]), self)
+
+
+Cache = Ring | DeltaCache | MemoryCache
+"""What a block, or a memory before it, needs of earlier tokens."""
 
 
 def unstacked(variables: Variables) -> Variables:
@@ -112,10 +121,18 @@ def unstacked(variables: Variables) -> Variables:
   Generation computes with this form. The blocks are copied: where memory is short, convert once
   and drop the stacked ones. Converted variables are returned as they are.
   """
-  blocks = variables["params"]["blocks"]
-  if isinstance(blocks, tuple):
+  params = variables["params"]
+  if "blocks" not in params:
+    names = sorted((name for name in params if name.startswith("blocks_")), key=_number)
+    rest = {name: tree for name, tree in params.items() if name not in names}
+    return {**variables, "params": {**rest, "blocks": tuple(params[name] for name in names)}}
+  if isinstance(params["blocks"], tuple):
     return variables
-  return {**variables, "params": {**variables["params"], "blocks": _split(blocks)}}
+  return {**variables, "params": {**params, "blocks": _split(params["blocks"])}}
+
+
+def _number(name: str) -> int:
+  return int(name.rpartition("_")[2])
 
 
 @jax.jit
@@ -136,7 +153,7 @@ def prefill(
   rejected: int = 0,
   *,
   all_positions: bool = False,
-) -> tuple[Float[Array, "B *T D"], tuple[Ring, ...]]:
+) -> tuple[Float[Array, "B *T D"], tuple[Cache, ...]]:
   """Final hidden vectors of the last tokens of prompts, and the caches after them.
 
   Args:
@@ -148,66 +165,78 @@ def prefill(
     rejected: number of tokens that may be rejected at a time.
     all_positions: return the vectors of all tokens, [B, T, D]; those of padding are arbitrary.
   """
-  model.check_keys_suffice()
+  if rejected:
+    model.check_keys_suffice()
   slots_L = [slots + rejected for slots in _cache_slots(model, capacity)]
 
   def forward(model, blocks):
     position_T = jnp.arange(tokens.shape[1])
     x_BTD = model.embedded(model.embedding(tokens), position_T)
     # Padding does not make a text longer, on which some angles depend.
-    angles, rings = model.angles(jnp.minimum(position_T, length[:, None] - 1)), []
-    for params, layer, slots in zip(blocks, _layers(model), slots_L):
-      x_BTD, ring = model.block().apply(
-        {"params": params},
-        *(x_BTD, layer, angles, length, slots),
-        method=_of_prompt,
+    angles = model.angles(jnp.minimum(position_T, length[:, None] - 1))
+    caches, memories, of_memories = [], _memories(model), []
+    for number, (params, layer) in enumerate(zip(blocks, _layers(model))):
+      if number in memories:
+        memory = memories[number]
+        given = x_BTD, tokens, memory.cache(len(tokens)), None, length
+        added_BTD, cache = memory.step(*given)
+        x_BTD = x_BTD + added_BTD
+        of_memories.append(cache)
+      x_BTD, cache = model.block(number).apply(
+        {"params": params}, *(x_BTD, layer, angles, length, slots_L[number]), method=_of_prompt
       )
-      rings.append(ring)
+      caches.append(cache)
+    caches = *caches, *of_memories
     if all_positions:
-      return model.final(x_BTD), tuple(rings)
+      return model.final(x_BTD), caches
     last_BD = jnp.take_along_axis(x_BTD, (length - 1)[:, None, None], axis=1)[:, 0]
-    return model.final(last_BD), tuple(rings)
+    return model.final(last_BD), caches
 
   return model.apply(variables, variables["params"]["blocks"], method=forward)
+
+
+def _memories(model):
+  """The memories before blocks, by the numbers of these."""
+  return dict(zip(model.memory_blocks, model.memories))
 
 
 def decode(
   model: Transformer,
   variables: Variables,
-  rings: tuple[Ring, ...],
+  caches: tuple[Cache, ...],
   token: Int[Array, "B"],
   length: Int[Array, "B"],
   step: Int[Array, ""],
-) -> tuple[Float[Array, "B D"], tuple[Ring, ...]]:
+) -> tuple[Float[Array, "B D"], tuple[Cache, ...]]:
   """Final hidden vectors of generated token number `step`, and the caches with it.
 
   Args:
     model: the decoder.
     variables: its `unstacked` variables.
-    rings: the cache of each block.
+    caches: those of the blocks, and then those of memories.
     token: the token of each row.
     length: number of tokens of each prompt.
     step: number of tokens that were generated before this one.
   """
-  hidden_BTD, rings = extend(model, variables, rings, token[:, None], length, step)
-  return hidden_BTD[:, 0], rings
+  hidden_BTD, caches = extend(model, variables, caches, token[:, None], length, step)
+  return hidden_BTD[:, 0], caches
 
 
 def extend(
   model: Transformer,
   variables: Variables,
-  rings: tuple[Ring, ...],
+  caches: tuple[Cache, ...],
   tokens: Int[Array, "B T"],
   length: Int[Array, "B"],
   step: Int[Array, "*b"],
   tree: DraftTree | None = None,
-) -> tuple[Float[Array, "B T D"], tuple[Ring, ...]]:
+) -> tuple[Float[Array, "B T D"], tuple[Cache, ...]]:
   """Final hidden vectors of T generated tokens, and the caches with them.
 
   Args:
     model: the decoder.
     variables: its `unstacked` variables.
-    rings: the cache of each block.
+    caches: as of `decode`.
     tokens: the tokens of each row.
     length: number of tokens of each prompt.
     step: number of tokens that were generated before these, for each row, or for all where T = 1.
@@ -218,7 +247,7 @@ def extend(
     ValueError: a cache has fewer slots than the tree has nodes.
   """
   ahead_T = jnp.arange(tokens.shape[1]) if tree is None else jnp.asarray(tree.depths)
-  if tree is not None and (slots := min(ring.key.shape[1] for ring in rings)) <= tree.size:
+  if tree is not None and (slots := min(ring.key.shape[1] for ring in caches)) <= tree.size:
     raise ValueError(
       f"`rings` must have slots for the {tree.size + 1} nodes of the tree; got {slots}. Give"
       f" `prefill` rejected={tree.size}."
@@ -227,15 +256,27 @@ def extend(
   def forward(model, blocks):
     position_BT = (length + step)[:, None] + ahead_T
     x_BTD = model.embedded(model.embedding(tokens), position_BT)
-    angles, extended = model.angles(position_BT), []
-    for params, layer, ring in zip(blocks, _layers(model), rings):
-      x_BTD, ring = model.block().apply(
-        {"params": params}, *(x_BTD, layer, angles, ring, length, step, tree), method=_of_tokens
-      )
-      extended.append(ring)
-    return model.final(x_BTD), tuple(extended)
+    angles, starts, extended = model.angles(position_BT), _block_starts(model, caches), []
+    memories, of_memories = _memories(model), list(caches[model.layers :])
+    for number, (params, layer) in enumerate(zip(blocks, _layers(model))):
+      if number in memories:
+        added_BTD, cache = memories[number].step(x_BTD, tokens, of_memories.pop(0))
+        x_BTD = x_BTD + added_BTD
+        of_memories.append(cache)
+      given = x_BTD, layer, angles, starts, caches[number], length, step, tree
+      x_BTD, cache = model.block(number).apply({"params": params}, *given, method=_of_tokens)
+      extended.append(cache)
+    return model.final(x_BTD), (*extended, *of_memories)
 
   return model.apply(variables, variables["params"]["blocks"], method=forward)
+
+
+def _block_starts(model: Transformer, caches: tuple[Cache, ...]) -> Angles | None:
+  """Angles of the first position of each block of an index; None: there is no index."""
+  if model.attention.index is None:
+    return None
+  slots = max((cache.key.shape[1] for cache in caches if isinstance(cache, Ring)), default=0)
+  return model.angles(jnp.arange(0, slots, model.attention.index.ratio))
 
 
 def _cache_slots(model: Transformer, capacity: int) -> list[int]:
@@ -250,12 +291,10 @@ def _layers(model: Transformer) -> list[BlockSettings]:
 
 def _of_prompt(
   block: Block, x_BTD: Array, layer: BlockSettings, angles: Angles | None, length: Array, slots: int
-) -> tuple[Array, Ring]:
-  query, key, value = block.query_key_values(x_BTD, layer, angles)
-  options = block.attention_options()
-  mixed = attend_to_itself(query, key, value, layer.window, tiled=True, **options)
-  ring = Ring.of_prompt(key, value, length, slots)
-  return block.feed_forward(x_BTD, mixed, deterministic=True), ring
+) -> tuple[Array, Cache]:
+  mix = lambda given: block.mixed(given, layer, angles, tiled=True, count=length)
+  x_BTD, kept = block.step(x_BTD, mix, deterministic=True)
+  return x_BTD, kept if block.delta is not None else Ring(*kept).of_prompt(length, slots)
 
 
 def _of_tokens(
@@ -263,20 +302,34 @@ def _of_tokens(
   x_BTD: Array,
   layer: BlockSettings,
   angles: Angles | None,
-  ring: Ring,
+  starts: Angles | None,
+  cache: Cache,
   length: Array,
   step: Array,
   tree: DraftTree | None,
-) -> tuple[Array, Ring]:
-  query, key, value = block.query_key_values(x_BTD, layer, angles)
-  ring = ring.extended(key, value, step)
-  if tree is None:
-    ahead_T, seen = jnp.arange(x_BTD.shape[1]), None
-    key_position = ring.positions(length, step + ahead_T[-1])
-  else:
-    ahead_T = jnp.asarray(tree.depths)
-    key_position, seen = ring.of_tree(length, step, tree)
-  positions = (length + step)[:, None] + ahead_T, key_position
-  options = block.attention_options()
-  mixed = attend(query, ring.key, ring.value, *positions, layer.window, seen, **options)
-  return block.feed_forward(x_BTD, mixed, deterministic=True), ring
+) -> tuple[Array, Cache]:
+  if block.delta is not None:
+    return block.step(x_BTD, lambda given: block.delta_rule(given, cache), deterministic=True)
+
+  def among(query, key, value, indexed):
+    ring = cache.extended(Ring(key, value, None if indexed is None else indexed.key), step)
+    if tree is None:
+      ahead_T, seen = jnp.arange(x_BTD.shape[1]), None
+      key_position = ring.positions(length, step + ahead_T[-1])
+    else:
+      ahead_T = jnp.asarray(tree.depths)
+      key_position, seen = ring.of_tree(length, step, tree)
+    position_BT = (length + step)[:, None] + ahead_T
+    if indexed is not None and block.attention.index.chooses(ring.key.shape[1]):
+      # In the order of positions, of which a ring without a window has all.
+      slot_BW = (jnp.arange(ring.key.shape[1]) - length[:, None]) % ring.key.shape[1]
+      ordered = jnp.take_along_axis(ring.index, slot_BW[..., None], axis=1)
+      of_blocks = block.angles_of(layer, starts)
+      seen = block.index.seen(indexed.query, ordered, of_blocks, position_BT)
+      found_BW = jnp.minimum(key_position, ring.key.shape[1] - 1)
+      seen = jnp.take_along_axis(seen, found_BW[:, None], axis=-1)
+    given = query, ring.key, ring.value, position_BT, key_position, layer.window, seen
+    return attend(*given, **block.attention_options()), ring
+
+  mix = lambda given: block.attended(given, layer, angles, among)
+  return block.step(x_BTD, mix, deterministic=True)

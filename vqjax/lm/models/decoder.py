@@ -387,20 +387,32 @@ class Block(nn.Module):
     angles: Angles | None,
     *,
     tiled: bool,
+    count: Int[Array, "B"] | None = None,
   ) -> tuple[Float[Array, "B T D"], Any]:
-    """The output of the first branch among positions 0 to T - 1, without a cache."""
+    """The output of the first branch among positions 0 to T - 1, and what later tokens need of it.
+
+    That is the layer's cache, or keys, values and keys of the index, of all positions.
+
+    Args:
+      given_BTD: the input of the branch.
+      layer: the window and the angles of this block.
+      angles: as of `__call__`.
+      tiled: attend in tiles.
+      count: number of tokens of each row, after which there is padding; None: all.
+    """
     if self.delta is not None:
-      return self.delta_rule(given_BTD)
+      return self.delta_rule(given_BTD, None, count)
 
     def among(query, key, value, indexed):
       length, options = query.shape[1], self.attention_options()
+      kept = key, value, None if indexed is None else indexed.key
       if indexed is None or not self.attention.index.chooses(length):
-        return attend_to_itself(query, key, value, layer.window, tiled=tiled, **options), None
+        return attend_to_itself(query, key, value, layer.window, tiled=tiled, **options), kept
       position_T, ratio = jnp.arange(length), self.attention.index.ratio
-      starts = tuple(angle[..., ::ratio, :] for angle in self._angles_of(layer, angles))
+      starts = tuple(angle[..., ::ratio, :] for angle in self.angles_of(layer, angles))
       seen = self.index.seen(*indexed, starts, position_T)
       given = query, key, value, position_T, position_T, layer.window, seen
-      return attend(*given, **options), None
+      return attend(*given, **options), kept
 
     return self.attended(given_BTD, layer, angles, among)
 
@@ -422,7 +434,7 @@ class Block(nn.Module):
     query, key, value, gate = self._projected(given_BTD, layer, angles)
     indexed = None
     if self.attention.index is not None:
-      indexed = self.index(given_BTD, *self._angles_of(layer, angles))
+      indexed = self.index(given_BTD, *self.angles_of(layer, angles))
     mixed, kept = attend(query, key, value, indexed)
     if gate is not None:
       mixed = mixed * jax.nn.sigmoid(gate)
@@ -450,11 +462,12 @@ class Block(nn.Module):
     if self.attention.qk_norm:
       query, key = self._normed(self.query_norm, query), self._normed(self.key_norm, key)
     if angles is not None:
-      cos, sin = self._angles_of(layer, angles)
+      cos, sin = self.angles_of(layer, angles)
       query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     return query, key, value, gate
 
-  def _angles_of(self, layer: BlockSettings, angles: Angles) -> Angles:
+  def angles_of(self, layer: BlockSettings, angles: Angles) -> Angles:
+    """The cosines and sines by which the block turns."""
     number = 0 if layer.table is None else layer.table
     return tuple(table[number] for table in angles)
 
@@ -764,8 +777,8 @@ class Transformer(LanguageModel):
     if not self.is_uniform or self.streams or attention.gated or attention.index:
       raise ValueError(
         "`model` must have blocks that need only keys and values of earlier tokens; got one with"
-        " recurrent blocks, streams, gated or indexed attention, or memories. Score texts with it:"
-        " `score` reads them whole."
+        " recurrent blocks, streams, gated or indexed attention, or memories. Score and generate"
+        " with it alone."
       )
 
   def _head_dim(self) -> int:

@@ -12,6 +12,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from vqjax.lm.models.delta_rule import gated_delta_rule
+from vqjax.ngrams import last_entries
 from vqjax.ops import narrow
 from vqjax.types import Dtype
 
@@ -151,7 +152,7 @@ class DeltaLayer(nn.Module):
     state = None if cache is None else cache.state
     out, state = gated_delta_rule(*parts, log_decay, rate, state)
     out = self._gated(out, self.gate(x_BTD))
-    return self.out(out), DeltaCache(last(history, of.kernel - 1, count), state)
+    return self.out(out), DeltaCache(last_entries(history, of.kernel - 1, count), state)
 
   def _heads(self, mixed):
     """Queries, keys and values of each value head."""
@@ -168,16 +169,6 @@ class DeltaLayer(nn.Module):
     out = out * jax.lax.rsqrt(jnp.square(out).mean(-1, keepdims=True) + self.of.epsilon)
     out = self.norm_scale * out.astype(self.dtype) * self.of.gate(gate.astype(jnp.float32))
     return out.astype(self.dtype)
-
-
-def last(
-  history: Float[Array, "B L C"], kept: int, count: Int[Array, "B"] | None
-) -> Float[Array, "B K C"]:
-  """The last `kept` entries before the padding of rows that begin with as many of a cache."""
-  if count is None:
-    return history[:, history.shape[1] - kept :]
-  index = count[:, None] + jnp.arange(kept)
-  return jnp.take_along_axis(history, index[..., None], axis=1)
 
 
 def _log_uniform(key, shape, dtype):

@@ -1,13 +1,11 @@
-"""Families of pretrained decoders: their configs, and where each of their tensors goes.
+"""Families of pretrained decoders: their configs, and the rules of their tensors.
 
 A family is two functions between a Hugging Face config and a `Transformer`, and one table of rules.
-A rule is a variable, the names of its tensor in safetensors and in a GGUF, and the layouts there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,57 +26,18 @@ from vqjax.lm.models import (
   Transformer,
   rotary,
 )
+from vqjax.lm.models.key_index import KeyIndex
+from vqjax.lm.models.recurrent import GatedDelta
+from vqjax.lm.models.streams import Streams
 from vqjax.lm.records import shown
-from vqjax.lm.sources import schema
-from vqjax.lm.sources.layout import Layout
+from vqjax.lm.sources import rules, schema
+from vqjax.lm.sources.rules import Rule
 from vqjax.lm.sources.schema import Origin, read_config
+from vqjax.ngrams import NGramEmbedding, NGramMemory
+from vqjax.ops.ngrams import XorHash
 from vqjax.types import Dtype
 
 __all__ = ["decoder_of"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-  """A variable of the decoder, and the tensor that holds it.
-
-  Attributes:
-    path: the variable below "params", with slashes; those below "blocks" have an axis of blocks
-      first, and a tensor for each block.
-    name: the tensor in safetensors; "{}" stands for the number of the block, and another one for
-      that of the expert.
-    gguf: the tensor in a GGUF.
-    layout: the layouts of the tensor and of its part of the variable.
-    gguf_layout: the layouts in a GGUF; None: `layout`.
-    gguf_offset: number that a GGUF has added to the parameter.
-    joined: the variables whose tensors are one tensor, joined along its first axis in this order;
-      (): it has a tensor of its own.
-    interleaved: they are joined in safetensors alone, and side by side along the last axis.
-  """
-
-  path: str
-  name: str
-  gguf: str
-  layout: str
-  gguf_layout: str | None = None
-  gguf_offset: float = 0.0
-  joined: tuple[str, ...] = ()
-  interleaved: bool = False
-
-  def tensor_name(self, kind: str) -> str:
-    """The name of the tensor in a file of this kind."""
-    return self.name if kind == "safetensors" else self.gguf
-
-  def tensor_layout(self, kind: str) -> Layout:
-    """The layout in a file of this kind."""
-    return Layout(self.layout if kind == "safetensors" else self.gguf_layout or self.layout)
-
-  def stacked_axes(self, kind: str) -> int:
-    """The number of leading axes of the variable whose entries have tensors of their own."""
-    return self.tensor_name(kind).count("{}")
-
-  def joined_with(self, kind: str) -> tuple[str, ...]:
-    """`joined`, in a file of this kind."""
-    return () if self.interleaved and kind != "safetensors" else self.joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,184 +69,6 @@ class Family:
     "rope_factors_short.weight",
     "angles",
   )
-
-
-EMBEDDING = Rule("embedding/weight", "embed_tokens.weight", "token_embd.weight", "v d -> v d")
-HEAD = Rule("head/weight", "lm_head.weight", "output.weight", "v d -> v d")
-
-
-def _vector(path: str, name: str, gguf: str, offset: float = 0.0) -> Rule:
-  return Rule(path, name, gguf, "d -> d", gguf_offset=offset)
-
-
-def _linear(path: str, name: str, gguf: str, layout: str, gguf_layout: str | None = None) -> list:
-  """The rules of a product's weight and of its bias."""
-  bias = lambda text: None if text is None else " ".join(_without_input(text))
-  return [
-    Rule(f"{path}/kernel", f"{name}.weight", f"{gguf}.weight", layout, gguf_layout),
-    Rule(f"{path}/bias", f"{name}.bias", f"{gguf}.bias", bias(layout), bias(gguf_layout)),
-  ]
-
-
-def _without_input(layout: str) -> list[str]:
-  """The layout of a bias, from that of the weight "OUT in -> in OUT"."""
-  left, right = layout.split(" -> ")
-  inputs = left.rsplit(") ", 1)[1] if left.startswith("(") else left.rsplit(" ", 1)[1]
-  outputs = left.removesuffix(inputs).strip()
-  return [outputs, "->", right.removeprefix(inputs.strip("()")).strip()]
-
-
-def _gated(interleaved: bool, offset: float, post_norms: bool) -> tuple[Rule, ...]:
-  """The rules of the families after Llama.
-
-  Args:
-    interleaved: a GGUF has the coordinates of each rotated plane side by side.
-    offset: number that a GGUF has added to the scales of norms.
-    post_norms: branches end in a norm, as in Gemma.
-  """
-  block, out = "layers.{}.", "blk.{}."
-  turned = "(h i 2) d -> d h (2 i)" if interleaved else None
-  norm = functools.partial(_vector, offset=offset)
-  attention = [
-    *_linear(
-      "blocks/query", f"{block}self_attn.q_proj", f"{out}attn_q", "(h c) d -> d h c", turned
-    ),
-    *_linear("blocks/key", f"{block}self_attn.k_proj", f"{out}attn_k", "(h c) d -> d h c", turned),
-    *_linear("blocks/value", f"{block}self_attn.v_proj", f"{out}attn_v", "(h c) d -> d h c"),
-    Rule(
-      "blocks/attention_out/kernel",
-      f"{block}self_attn.o_proj.weight",
-      f"{out}attn_output.weight",
-      "d (h c) -> h c d",
-    ),
-    _vector("blocks/attention_out/bias", f"{block}self_attn.o_proj.bias", f"{out}attn_output.bias"),
-    norm("blocks/query_norm/scale", f"{block}self_attn.q_norm.weight", f"{out}attn_q_norm.weight"),
-    norm("blocks/key_norm/scale", f"{block}self_attn.k_norm.weight", f"{out}attn_k_norm.weight"),
-  ]
-  mlp = [
-    *_linear("blocks/mlp_gate", f"{block}mlp.gate_proj", f"{out}ffn_gate", "f d -> d f"),
-    *_linear("blocks/mlp_in", f"{block}mlp.up_proj", f"{out}ffn_up", "f d -> d f"),
-    *_linear("blocks/mlp_out", f"{block}mlp.down_proj", f"{out}ffn_down", "d f -> f d"),
-  ]
-  # Gemma's "post_attention_layernorm" follows attention; Llama's precedes the feed-forward layer.
-  norms = {
-    "attention_norm": ("input_layernorm", "attn_norm"),
-    "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
-  }
-  if post_norms:
-    norms |= {
-      "mlp_norm": ("pre_feedforward_layernorm", "ffn_norm"),
-      "attention_post_norm": ("post_attention_layernorm", "post_attention_norm"),
-      "mlp_post_norm": ("post_feedforward_layernorm", "post_ffw_norm"),
-    }
-  return (
-    EMBEDDING,
-    HEAD,
-    norm("final_norm/scale", "norm.weight", "output_norm.weight"),
-    *(
-      norm(f"blocks/{path}/scale", f"{block}{name}.weight", f"{out}{gguf}.weight")
-      for path, (name, gguf) in norms.items()
-    ),
-    *attention,
-    *mlp,
-  )
-
-
-def _routed(
-  router: str, experts: str, names: Sequence[str], *, interleaved: bool
-) -> tuple[Rule, ...]:
-  """The rules of families with a router, whose experts have tensors of their own in safetensors.
-
-  Args:
-    router: the router's product.
-    experts: what the names of all experts begin with.
-    names: those of the gate, of the other projection inwards, and of the one outwards.
-    interleaved: as of `_gated`.
-  """
-  more = _linear("blocks/router", f"layers.{{}}.{router}", "blk.{}.ffn_gate_inp", "e d -> d e")
-  parts = zip(("gate", "in", "out"), ("gate", "up", "down"), names, strict=True)
-  for part, gguf, name in parts:
-    name = f"layers.{{}}.{experts}.{{}}.{name}.weight"
-    gguf = f"blk.{{}}.ffn_{gguf}_exps.weight"
-    more.append(Rule(f"blocks/mlp_{part}/kernel", name, gguf, "y x -> x y", "e y x -> e x y"))
-  return _replaced(_gated(interleaved=interleaved, offset=0.0, post_norms=False), more)
-
-
-def _replaced(rules: Sequence[Rule], more: Sequence[Rule]) -> tuple[Rule, ...]:
-  """The rules with others for the variables of some."""
-  return tuple(({rule.path: rule for rule in rules} | {rule.path: rule for rule in more}).values())
-
-
-def _gpt_oss_rules() -> tuple[Rule, ...]:
-  """The rules of gpt-oss: in safetensors the experts of a block are one tensor."""
-  more = [
-    _vector(
-      "blocks/mlp_norm/scale",
-      "layers.{}.post_attention_layernorm.weight",
-      "blk.{}.post_attention_norm.weight",
-    ),
-    _vector("blocks/sink", "layers.{}.self_attn.sinks", "blk.{}.attn_sinks.weight"),
-    *_linear("blocks/router", "layers.{}.mlp.router", "blk.{}.ffn_gate_inp", "e d -> d e"),
-  ]
-  for end, suffix, axes in (("kernel", "", "e x y"), ("bias", "_bias", "e y")):
-    both = tuple(f"blocks/mlp_{part}/{end}" for part in ("gate", "in"))
-    names = [(both[0], "gate_up", "gate"), (both[1], "gate_up", "up")]
-    for path, name, gguf in (*names, (f"blocks/mlp_out/{end}", "down", "down")):
-      joined = {"joined": both, "interleaved": True} if path in both else {}
-      name = f"layers.{{}}.mlp.experts.{name}_proj{suffix}"
-      gguf = f"blk.{{}}.ffn_{gguf}_exps.{'bias' if suffix else 'weight'}"
-      in_gguf = f"{axes if suffix else 'e y x'} -> {axes}"
-      more.append(Rule(path, name, gguf, f"{axes} -> {axes}", in_gguf, **joined))
-  return _replaced(_gated(interleaved=False, offset=0.0, post_norms=False), more)
-
-
-def _phi3_rules() -> tuple[Rule, ...]:
-  """The rules of Phi-3: projections that read the same vectors are one tensor."""
-  joined = {
-    "blocks/{}/kernel": (("query", "key", "value"), "self_attn.qkv_proj", "attn_qkv"),
-    "blocks/mlp_{}/kernel": (("gate", "in"), "mlp.gate_up_proj", "ffn_up"),
-  }
-  rules = {rule.path: rule for rule in _gated(interleaved=False, offset=0.0, post_norms=False)}
-  for path, (parts, name, gguf) in joined.items():
-    paths = tuple(path.format(part) for part in parts)
-    for path in paths:
-      name_and_gguf = {"name": f"layers.{{}}.{name}.weight", "gguf": f"blk.{{}}.{gguf}.weight"}
-      rules[path] = dataclasses.replace(rules[path], **name_and_gguf, joined=paths)
-  return tuple(rules.values())
-
-
-def _gpt2_rules() -> tuple[Rule, ...]:
-  """The rules of GPT-2, whose safetensors have [in, out] weights and whose GGUF [out, in]."""
-  products = [
-    ("query_key_value", "attn.c_attn", "attn_qkv", "d (n h c)", "(n h c) d", "d n h c", "n h c"),
-    ("attention_out", "attn.c_proj", "attn_output", "(h c) d", "d (h c)", "h c d", "d"),
-    ("mlp_in", "mlp.c_fc", "ffn_up", "d f", "f d", "d f", "f"),
-    ("mlp_out", "mlp.c_proj", "ffn_down", "f d", "d f", "f d", "d"),
-  ]
-  rules = [
-    dataclasses.replace(EMBEDDING, name="wte.weight"),
-    Rule("position", "wpe.weight", "position_embd.weight", "t d -> t d"),
-    HEAD,
-  ]
-  for path, name, gguf, file, in_gguf, kernel, bias in products:
-    path, name, gguf = f"blocks/{path}", f"h.{{}}.{name}", f"blk.{{}}.{gguf}"
-    joined = f"({bias})" if " " in bias else bias
-    rules += [
-      Rule(f"{path}/kernel", f"{name}.weight", f"{gguf}.weight", f"{file} -> {kernel}",
-           f"{in_gguf} -> {kernel}"),
-      Rule(f"{path}/bias", f"{name}.bias", f"{gguf}.bias", f"{joined} -> {bias}"),
-    ]  # fmt: skip
-  norms = [
-    ("final_norm", "ln_f", "output_norm"),
-    ("blocks/attention_norm", "h.{}.ln_1", "blk.{}.attn_norm"),
-    ("blocks/mlp_norm", "h.{}.ln_2", "blk.{}.ffn_norm"),
-  ]
-  for path, name, gguf in norms:
-    rules += [
-      _vector(f"{path}/scale", f"{name}.weight", f"{gguf}.weight"),
-      _vector(f"{path}/bias", f"{name}.bias", f"{gguf}.bias"),
-    ]
-  return tuple(rules)
 
 
 def _exact_gelu(x):
@@ -404,7 +185,7 @@ def _gpt_oss_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
   )
 
 
-def _experts(config: Mapping[str, Any], **fields: bool) -> dict[str, Experts]:
+def _experts(config: Mapping[str, Any], **fields: bool | int) -> dict[str, Experts]:
   count, chosen = config["num_local_experts"], config["num_experts_per_tok"]
   if chosen > count:
     raise ValueError(f"`num_experts_per_tok` must be at most the {count} experts; got {chosen}")
@@ -508,6 +289,105 @@ def _gemma_decoder(
     embedding_scale=config["hidden_size"] ** 0.5,
     window=config["sliding_window"],
     **fields,
+  )
+
+
+def _qwen4_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
+  kinds, layers = config["layer_types"], config["num_hidden_layers"]
+  if kinds is None:
+    is_recurrent = [(n + 1) % config["full_attention_interval"] != 0 for n in range(layers)]
+  else:
+    is_recurrent = [kind == "linear_attention" for kind in kinds]
+  if len(is_recurrent) != layers:
+    raise ValueError(
+      f"`layer_types` must have an entry for each of {layers} blocks, `num_hidden_layers`; got"
+      f" {len(is_recurrent)}"
+    )
+  names = ("n_heads", "head_dim", "budget", "compress_ratio")
+  if absent := [name for name in names if config[f"indexer_{name}"] is None]:
+    raise ValueError(f"`indexer_{absent[0]}` is missing")
+  rope = config["rope_parameters"] or {}
+  turned = config["head_dim"] * (rope.get("partial_rotary_factor") or 1)
+  if turned > config["indexer_head_dim"]:
+    raise ValueError(
+      f"`indexer_head_dim` must be at least the {int(turned)} coordinates that are turned; got"
+      f" {config['indexer_head_dim']}"
+    )
+  act = ACTIVATIONS[config["hidden_act"]]
+  delta = GatedDelta(
+    key_heads=config["linear_num_key_heads"],
+    value_heads=config["linear_num_value_heads"],
+    key_dim=config["linear_key_head_dim"],
+    value_dim=config["linear_value_head_dim"],
+    kernel=config["linear_conv_kernel_dim"],
+    activation=act,
+    gate=nn.sigmoid if config["output_gate_type"] == "sigmoid" else act,
+    epsilon=config["rms_norm_eps"],
+  )
+  blocks = sorted({number - 1 for number in config["ple_layer_ids"] or ()})
+  if wrong := [n for n in blocks if n >= layers or not is_recurrent[n]]:
+    raise ValueError(
+      f"`ple_layer_ids` must be numbers of blocks of linear attention, from 1; got {wrong[0] + 1}"
+    )
+  experts = config | {"num_local_experts": config["num_experts"]}
+  return _rotary_decoder(
+    config | {"intermediate_size": config["moe_intermediate_size"]},
+    dtype,
+    attention={
+      "qk_norm": True,
+      "gated": True,
+      "index": KeyIndex(*(config[f"indexer_{name}"] for name in names)),
+    },
+    mlp=_experts(
+      experts,
+      normalized=config["norm_topk_prob"],
+      shared=config["shared_expert_intermediate_size"],
+    ),
+    offset=1.0,
+    partial=True,
+    pre_norms=False,
+    streams=Streams(config["hc_count"], config["hc_lowrank"], config["rms_norm_eps"]),
+    delta=delta if any(is_recurrent) else None,
+    recurrent=tuple(is_recurrent) if any(is_recurrent) else None,
+    memories=tuple(_memory(config, dtype, number) for number in range(len(blocks))),
+    memory_blocks=tuple(blocks),
+  )
+
+
+def _memory(config: Mapping[str, Any], dtype: Dtype, number: int) -> NGramMemory:
+  """The memory of n-grams that is the config's number `number`."""
+  end = config["eos_token_id"]
+  end = end[0] if isinstance(end, list) and end else end
+  if not isinstance(end, int) or not 0 <= end < config["vocab_size"]:
+    raise ValueError(
+      "`eos_token_id` must be a token of the vocabulary, or a list of some, for n-grams end there;"
+      f" got {shown(config['eos_token_id'])}"
+    )
+  ngrams = XorHash.qwen4(
+    config["vocab_size"],
+    end,
+    layer=number,
+    order=config["ngram_size"],
+    heads=config["heads_per_ngram"],
+    least=config["ngram_vocab_size_base"],
+    seed=config["seed"],
+  )
+  width, of = divmod(config["ple_embed_dim"] or config["hidden_size"], ngrams.heads)
+  if of:
+    raise ValueError(
+      f"`ple_embed_dim` must be a multiple of the {ngrams.heads} heads of n-grams; got"
+      f" {config['ple_embed_dim'] or config['hidden_size']}"
+    )
+  multiple = config["make_ngram_vocab_size_divisible_by"]
+  rows = -(-ngrams.rows // multiple) * multiple
+  return NGramMemory(
+    NGramEmbedding(ngrams, DenseEmbedding(rows, width, param_dtype=dtype)),
+    config["hidden_size"],
+    streams=config["hc_count"],
+    kernel=config["ple_conv_kernel_size"],
+    epsilon=config["rms_norm_eps"],
+    offset=1.0,
+    param_dtype=dtype,
   )
 
 
@@ -841,6 +721,59 @@ def _gemma3_config(model: Transformer) -> dict[str, Any]:
   return _gemma2_config(model) | {"rope_local_base_freq": model.local_rotary.base}
 
 
+def _qwen4_config(model: Transformer) -> dict[str, Any]:
+  delta, index, experts = model.delta, model.attention.index, model.mlp.experts
+  recurrent = model.recurrent or (False,) * model.layers
+  config = {
+    name: value for name, value in _rotary_decoder_config(model).items() if name != "rope_scaling"
+  }
+  config["rope_parameters"] = {
+    "rope_type": "default",
+    "rope_theta": config.pop("rope_theta"),
+    "partial_rotary_factor": model.rotary.fraction,
+  }
+  config |= {
+    "layer_types": ["linear_attention" if own else "indexed_attention" for own in recurrent],
+    "moe_intermediate_size": model.mlp.width,
+    "shared_expert_intermediate_size": experts.shared,
+    "num_experts": experts.count,
+    "num_experts_per_tok": experts.chosen,
+    "norm_topk_prob": experts.normalized,
+    "hc_count": model.streams.count,
+    "hc_lowrank": model.streams.rank,
+    "indexer_n_heads": index.heads,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": index.dim,
+    "indexer_budget": index.budget,
+    "indexer_compress_ratio": index.ratio,
+  }
+  if delta is not None:
+    config |= {
+      "linear_num_key_heads": delta.key_heads,
+      "linear_num_value_heads": delta.value_heads,
+      "linear_key_head_dim": delta.key_dim,
+      "linear_value_head_dim": delta.value_dim,
+      "linear_conv_kernel_dim": delta.kernel,
+      "output_gate_type": "sigmoid" if delta.gate is nn.sigmoid else None,
+    }
+  if not model.memories:
+    return config
+  memory = model.memories[0]
+  ngrams, rows = memory.lookup.ngrams, [one.lookup.table.vocab for one in model.memories]
+  return config | {
+    "eos_token_id": ngrams.end,
+    "ple_layer_ids": [number + 1 for number in model.memory_blocks],
+    "ple_embed_dim": memory.lookup.dim,
+    "ple_conv_kernel_size": memory.kernel,
+    "ngram_size": ngrams.order,
+    "heads_per_ngram": ngrams.heads // (ngrams.order - 1),
+    # The smallest prime of the first memory, of which a smaller base would give the same ones.
+    "ngram_vocab_size_base": ngrams.sizes[0],
+    "make_ngram_vocab_size_divisible_by": math.gcd(*rows),
+    "seed": ngrams.seed,
+  }
+
+
 def _layer_types(model: Transformer) -> list[str]:
   return ["sliding_attention" if local else "full_attention" for local in model.is_local()]
 
@@ -857,7 +790,7 @@ FAMILIES = {
     Family(
       "gpt2",
       "GPT2LMHeadModel",
-      _gpt2_rules(),
+      rules.gpt2(),
       schema.GPT2Config,
       _gpt2_decoder,
       _gpt2_config,
@@ -867,7 +800,7 @@ FAMILIES = {
     Family(
       "llama",
       "LlamaForCausalLM",
-      _gated(interleaved=True, offset=0.0, post_norms=False),
+      rules.gated(interleaved=True, offset=0.0, post_norms=False),
       schema.LlamaConfig,
       _llama_decoder,
       _rotary_decoder_config,
@@ -875,7 +808,7 @@ FAMILIES = {
     Family(
       "mistral",
       "MistralForCausalLM",
-      _gated(interleaved=True, offset=0.0, post_norms=False),
+      rules.gated(interleaved=True, offset=0.0, post_norms=False),
       schema.MistralConfig,
       _mistral_decoder,
       _window_config,
@@ -883,7 +816,7 @@ FAMILIES = {
     Family(
       "qwen2",
       "Qwen2ForCausalLM",
-      _gated(interleaved=False, offset=0.0, post_norms=False),
+      rules.gated(interleaved=False, offset=0.0, post_norms=False),
       schema.Qwen2Config,
       _qwen2_decoder,
       _qwen_config,
@@ -891,7 +824,7 @@ FAMILIES = {
     Family(
       "qwen3",
       "Qwen3ForCausalLM",
-      _gated(interleaved=False, offset=0.0, post_norms=False),
+      rules.gated(interleaved=False, offset=0.0, post_norms=False),
       schema.Qwen3Config,
       _qwen3_decoder,
       _qwen_config,
@@ -899,7 +832,7 @@ FAMILIES = {
     Family(
       "mixtral",
       "MixtralForCausalLM",
-      _routed(
+      rules.routed(
         "block_sparse_moe.gate",
         "block_sparse_moe.experts",
         ("w1", "w3", "w2"),
@@ -912,7 +845,9 @@ FAMILIES = {
     Family(
       "qwen3_moe",
       "Qwen3MoeForCausalLM",
-      _routed("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj"), interleaved=False),
+      rules.routed(
+        "mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj"), interleaved=False
+      ),
       schema.Qwen3MoeConfig,
       _qwen3_moe_decoder,
       _qwen3_moe_config,
@@ -920,7 +855,7 @@ FAMILIES = {
     Family(
       "gpt_oss",
       "GptOssForCausalLM",
-      _gpt_oss_rules(),
+      rules.gpt_oss(),
       schema.GptOssConfig,
       _gpt_oss_decoder,
       _gpt_oss_config,
@@ -928,7 +863,7 @@ FAMILIES = {
     Family(
       "phi3",
       "Phi3ForCausalLM",
-      _phi3_rules(),
+      rules.phi3(),
       schema.Phi3Config,
       _phi3_decoder,
       _phi3_config,
@@ -936,7 +871,7 @@ FAMILIES = {
     Family(
       "smollm3",
       "SmolLM3ForCausalLM",
-      _gated(interleaved=True, offset=0.0, post_norms=False),
+      rules.gated(interleaved=True, offset=0.0, post_norms=False),
       schema.SmolLM3Config,
       _smollm3_decoder,
       _smollm3_config,
@@ -944,7 +879,7 @@ FAMILIES = {
     Family(
       "olmo2",
       "Olmo2ForCausalLM",
-      _gated(interleaved=False, offset=0.0, post_norms=True),
+      rules.gated(interleaved=False, offset=0.0, post_norms=True),
       schema.Olmo2Config,
       _olmo2_decoder,
       _rotary_decoder_config,
@@ -952,7 +887,7 @@ FAMILIES = {
     Family(
       "olmo3",
       "Olmo3ForCausalLM",
-      _gated(interleaved=False, offset=0.0, post_norms=True),
+      rules.gated(interleaved=False, offset=0.0, post_norms=True),
       schema.Olmo3Config,
       _olmo3_decoder,
       _olmo3_config,
@@ -960,7 +895,7 @@ FAMILIES = {
     Family(
       "granite",
       "GraniteForCausalLM",
-      _gated(interleaved=True, offset=0.0, post_norms=False),
+      rules.gated(interleaved=True, offset=0.0, post_norms=False),
       schema.GraniteConfig,
       _granite_decoder,
       _granite_config,
@@ -968,7 +903,7 @@ FAMILIES = {
     Family(
       "gemma2",
       "Gemma2ForCausalLM",
-      _gated(interleaved=False, offset=1.0, post_norms=True),
+      rules.gated(interleaved=False, offset=1.0, post_norms=True),
       schema.Gemma2Config,
       _gemma2_decoder,
       _gemma2_config,
@@ -976,10 +911,25 @@ FAMILIES = {
     Family(
       "gemma3_text",
       "Gemma3ForCausalLM",
-      _gated(interleaved=False, offset=1.0, post_norms=True),
+      rules.gated(interleaved=False, offset=1.0, post_norms=True),
       schema.Gemma3Config,
       _gemma3_decoder,
       _gemma3_config,
+    ),
+    Family(
+      "qwen4_exp_text",
+      "Qwen4ExpForCausalLM",
+      rules.qwen4(),
+      schema.Qwen4ExpTextConfig,
+      _qwen4_decoder,
+      _qwen4_config,
+      ignored=(
+        "visual.",
+        "mtp.",
+        ".layer_multipliers",
+        ".ngram_heads_vocab_sizes",
+        ".ngram_heads_offsets",
+      ),
     ),
   )
 }
@@ -1085,10 +1035,18 @@ def _fields(model: Transformer) -> dict[str, Any]:
   own["attention"] = dataclasses.replace(
     model.attention, head_dim=width, scale=float(f"{scale:.12g}")
   )
+  own["memories"] = [_fields_of_memory(memory) for memory in model.memories]
   return own | {
     "softcap": getattr(model.head, "softcap", None),
     "use_bias": getattr(model.head, "use_bias", False),
   }
+
+
+def _fields_of_memory(memory: NGramMemory) -> dict[str, Any]:
+  table = memory.lookup.table
+  names = ("dim", "streams", "kernel", "epsilon", "offset", "has_table")
+  own = {name: getattr(memory, name) for name in names}
+  return own | {"ngrams": memory.lookup.ngrams, "table": (type(table), table.vocab, table.dim)}
 
 
 _NOT_COMPARED = {"parent", "name", "dropout", "remat", "dtype"}

@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import math
 import pathlib
+import re
 import struct
 import warnings
 import zlib
@@ -251,11 +253,50 @@ def _read_safetensors(folder: pathlib.Path, only: pathlib.Path | None = None) ->
   if (folder / container.MANIFEST).is_file():
     manifest = container.read_manifest(folder)
     runtime, tensors = manifest.runtime, _decompressed(folder, manifest, tensors)
+  tensors = _joined_shards(folder, tensors)
+  if config.get("model_type") == "qwen4_exp" and isinstance(config.get("text_config"), dict):
+    # The decoder of a model that reads images, too.
+    config = config["text_config"] | {"model_type": "qwen4_exp_text"}
   config, tensors = _as_tied(folder, config, tensors)
   origin = Origin(str(folder / "config.json"))
   return ModelSource(
     folder, "safetensors", config, tensors, tuple(files), runtime=runtime, origin=origin
   )
+
+
+def _joined_shards(folder: pathlib.Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+  """The tensors with one in place of `NAME.shard_0.weight`, `NAME.shard_1.weight`, and so on."""
+  found, shards = {}, {}
+  for name, tensor in tensors.items():
+    if match := re.fullmatch(r"(.+)\.shard_(\d+)\.weight", name):
+      shards.setdefault(match[1], {})[int(match[2])] = tensor
+    else:
+      found[name] = tensor
+  for name, own in shards.items():
+    if missing := sorted({*range(max(own) + 1)} - own.keys()):
+      raise ValueError(
+        f"{folder} must have all shards of {name}.weight; got {len(own)} without shard"
+        f" {missing[0]}. Download the files again."
+      )
+    parts = [own[number] for number in range(len(own))]
+    if any(part.shape[1:] != parts[0].shape[1:] or not part.shape for part in parts):
+      raise ValueError(
+        f"{folder} must have shards of {name}.weight of one width; got"
+        f" {sorted({part.shape for part in parts})}. Download the files again."
+      )
+    ends = [0, *itertools.accumulate(part.shape[0] for part in parts)]
+    read = functools.partial(_rows_of_shards, parts, ends)
+    shape = ends[-1], *parts[0].shape[1:]
+    nbytes = sum(part.nbytes for part in parts)
+    found[f"{name}.weight"] = Tensor(shape, parts[0].format, nbytes, read)
+  return found
+
+
+def _rows_of_shards(parts: list[Tensor], ends: list[int], rows: slice) -> np.ndarray:
+  first, last, _ = rows.indices(ends[-1])
+  cuts = ((part, max(first - end, 0), last - end) for part, end in zip(parts, ends))
+  read = [part.read(slice(a, b)) for part, a, b in cuts if a < min(b, part.shape[0])]
+  return read[0] if len(read) == 1 else np.concatenate(read or [parts[0].read(slice(0, 0))])
 
 
 HEAD = "lm_head.weight"

@@ -80,6 +80,9 @@ class Rope:
   short_factor: list[Positive] | None = None
   long_factor: list[Positive] | None = None
   divisors: list[Positive] | None = None
+  # Of images and videos: the positions of text are equal in all three.
+  mrope_section: list[Size] | None = None
+  mrope_interleaved: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +195,55 @@ class Qwen3MoeConfig(_Rotary):
   norm_topk_prob: bool = False
   decoder_sparse_step: Literal[1] = 1
   mlp_only_layers: list[int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen4ExpTextConfig(_Rotary):
+  """The config of `qwen4_exp`, of text alone."""
+
+  vocab_size: Axis = 248_320
+  hidden_size: Axis = 2048
+  intermediate_size: Axis | None = None
+  num_hidden_layers: Depth = 40
+  num_attention_heads: Axis = 16
+  num_key_value_heads: Axis | None = 2
+  head_dim: Axis | None = 256
+  max_position_embeddings: Size = 32_768
+  hidden_act: Literal["silu"] = "silu"
+  attention_bias: Literal[False] = False
+  mlp_bias: Literal[False] = False
+  eos_token_id: int | list[int] | None = None
+  layer_types: list[Literal["linear_attention", "indexed_attention", "full_attention"]] | None = (
+    None
+  )
+  full_attention_interval: Size = 4
+  linear_conv_kernel_dim: Axis = 4
+  linear_key_head_dim: Axis = 128
+  linear_value_head_dim: Axis = 128
+  linear_num_key_heads: Axis = 16
+  linear_num_value_heads: Axis = 32
+  output_gate_type: Literal["silu", "sigmoid"] | None = None
+  moe_intermediate_size: Axis = 512
+  shared_expert_intermediate_size: Axis = 512
+  num_experts: Axis = 512
+  num_experts_per_tok: Size = 10
+  norm_topk_prob: bool = True
+  hc_count: Axis = 4
+  hc_lowrank: Axis = 320
+  ple_layer_ids: list[Size] | None = None
+  ple_embed_dim: Axis | None = None
+  ple_conv_kernel_size: Axis = 4
+  ngram_size: Annotated[int, Range(2, 64)] = 3
+  heads_per_ngram: Axis = 8
+  ngram_vocab_size_base: Axis = 20_000_000
+  make_ngram_vocab_size_divisible_by: Size = 128
+  seed: int = 1234
+  split_ngram_parts: Size = 512
+  indexer_n_heads: Axis | None = None
+  indexer_kv_heads: Literal[1] | None = None
+  indexer_head_dim: Axis | None = None
+  indexer_budget: Size | None = None
+  indexer_compress_ratio: Size | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,6 +379,8 @@ HARMLESS = frozenset(
     *("cache_implementation", "attn_implementation", "torchscript", "use_bfloat16"),
     *("chunk_size_feed_forward", "tf_legacy_loss", "rope_interleaved", "use_flash_attn"),
     *("use_kernels", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+    # A number of caches of `qwen4_exp`.
+    "number_of_conv_states",
     # How weights are stored, which `quantised` reads.
     *("quantization_config", "compression_config"),
     # Sizes that no formula has.
