@@ -15,6 +15,7 @@ from vqjax.lab.plan import collectives, compiling, flops, hlo, loops
 from vqjax.lab.plan.roofline import roofline
 from vqjax.lab.training.program import Program
 from vqjax.lab.training.provenance import provenance
+from vqjax.ngrams import NGramEmbedding
 
 __all__ = ["step_plan"]
 
@@ -143,6 +144,8 @@ def with_vocab_everywhere(experiment: Experiment, vocab: int | None) -> Experime
     return experiment
   if vocab < 1:
     raise ValueError(f"`--vocab` must be at least 1; got {vocab}. Give the number of tokens.")
-  nodes = [node for _, node in walk(experiment.model) if "vocab" in fields_of(node)]
+  nodes = [node for _, node in walk(experiment.model)]
+  of_ngrams = {id(node.table) for node in nodes if isinstance(node, NGramEmbedding)}
+  nodes = [node for node in nodes if "vocab" in fields_of(node) and id(node) not in of_ngrams]
   changes = {id(node): {"vocab": vocab} for node in nodes}
   return dataclasses.replace(experiment, model=rebuild(experiment.model, changes))
