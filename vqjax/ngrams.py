@@ -190,6 +190,17 @@ class NGramMemory(Layer):
     """
     return self.step(hidden, tokens, self.cache(*jnp.shape(tokens)[:-1]), vectors)[0]
 
+  def loss_terms(
+    self,
+    hidden: Float[ArrayLike, "*B T C"],
+    tokens: Integer[ArrayLike, "*B T"],
+    deterministic: bool = True,
+  ) -> tuple[Float[Array, "*B T C"], dict[str, Float[Array, ""]]]:
+    """What is added, as of `__call__`, and the terms of the training loss that the table has."""
+    cache = self.cache(*jnp.shape(tokens)[:-1])
+    added, _, terms = self._step(hidden, tokens, cache, None, None, deterministic)
+    return added, terms
+
   def step(
     self,
     hidden: Float[ArrayLike, "*B T C"],
@@ -212,6 +223,9 @@ class NGramMemory(Layer):
       ValueError: `hidden` or `vectors` have another shape than the tokens, the streams and the
         table, or the layer has a table and is given vectors, or has neither.
     """
+    return self._step(hidden, tokens, cache, vectors, count, True)[:2]
+
+  def _step(self, hidden, tokens, cache, vectors, count, deterministic):
     check_arrays(hidden=hidden, vectors=vectors)
     hidden, tokens = jnp.asarray(value_of(hidden)), jnp.asarray(value_of(tokens))
     channels = self.streams * self.dim
@@ -226,8 +240,9 @@ class NGramMemory(Layer):
         f"`vectors` must be given where `has_table` is False, and only there; got {what} and"
         f" has_table={self.has_table}. Change one of them."
       )
+    terms = {}
     if vectors is None:
-      vectors = self.lookup(tokens, cache.tokens)
+      vectors, terms = self.lookup.loss_terms(tokens, cache.tokens, deterministic)
     vectors = jnp.asarray(value_of(vectors))
     if vectors.shape != (*tokens.shape, self.lookup.dim):
       raise ValueError(
@@ -239,7 +254,7 @@ class NGramMemory(Layer):
     history = jnp.concatenate([cache.tokens, tokens.astype(jnp.int32)], axis=-1)[..., None]
     before = last_entries(history, self.lookup.ngrams.order - 1, count)[..., 0]
     kept = last_entries(values, cache.values.shape[-2], count).astype(cache.values.dtype)
-    return added, MemoryCache(before, kept)
+    return added, MemoryCache(before, kept), terms
 
   def _added(self, hidden, vectors, before):
     parts = (*hidden.shape[:-1], self.streams, self.dim)

@@ -149,3 +149,11 @@ def test_the_roofline_is_the_longest_of_its_limits():
   assert (found.compute, found.memory) == (3.0, 2.0)
   assert found.network == 10 / 5 + 6 / 1
   assert (found.seconds, found.limit) == (8.0, "network")
+
+
+def test_another_vocabulary_leaves_the_table_of_ngrams_its_rows():
+  made = load_config(ROOT / "configs" / "lm_1b_ngrams.py")
+  lookup = step_plan.with_vocab_everywhere(made, 512).model.memories[0].lookup
+  assert lookup.ngrams.vocab == 512
+  assert 300_000_000 < lookup.table.vocab < 301_000_000
+  lookup.check()

@@ -7,7 +7,8 @@ import pytest
 from flax import traverse_util
 
 from tests.jitted import apply, random_variables
-from vqjax import DenseEmbedding, DenseHead
+from vqjax import CentroidQuantizer, DenseEmbedding, DenseHead, DPQEmbedding
+from vqjax.lm import checkpoints
 from vqjax.lm.generation import Draft, generate, score
 from vqjax.lm.models import MLP, Attention, Experts, RMSNorm, Rotary, Transformer
 from vqjax.lm.models.key_index import KeyIndex
@@ -192,3 +193,21 @@ def test_every_variable_has_axes_and_drafters_are_refused():
   drafter = Draft(model, variables)
   with pytest.raises(ValueError, match="only keys and values of earlier tokens"):
     generate(model, variables, [[1, 2]], jax.random.key(0), max_tokens=3, drafter=drafter)
+
+
+def test_terms_of_the_tables_of_memories_are_terms_of_the_loss():
+  model = decoder()
+  ngrams = model.memories[0].lookup.ngrams
+  coded = DPQEmbedding(240, 4, CentroidQuantizer(codes=4, subspaces=2))
+  memory = model.memories[0].clone(lookup=NGramEmbedding(ngrams, coded))
+  model = model.clone(memories=(memory, model.memories[1]))
+  variables = random_variables(model, TOKENS[:, :2].astype(np.int32))
+  given = jnp.asarray(TOKENS), jnp.asarray(TOKENS)
+  _, terms = apply(model, variables, *given, method="loss_terms")
+  assert any(name.startswith("memories_0/") for name in terms), terms
+
+
+def test_a_vocabulary_whose_tokens_are_hashed_is_not_resized():
+  model = decoder()
+  with pytest.raises(ValueError, match="hashes of token ids; got 2"):
+    checkpoints.resize(model, {"params": {}}, np.arange(5))

@@ -87,12 +87,13 @@ def moments_of(model: nn.Module, variables: Mapping[str, Any], text: EncodedText
     variables = carried(variables, batch)
     apply = lambda method, *args: model.apply(variables, *args, method=method)
     vectors_BTD = apply(lambda m, tokens: m.embedding(tokens), batch["inputs"])
-    hidden_BTD = apply(lambda m, vectors: m.body(vectors, True), vectors_BTD)
+    body = lambda m, vectors: m.body_of_tokens(batch["inputs"], vectors, True)[0]
+    hidden_BTD = apply(body, vectors_BTD)
     drawn_BT = apply(lambda m, hidden: m.head.sample(hidden, key), hidden_BTD)
     counted_BT = batch["targets"] >= 0
 
     def log_prob(vectors):
-      of_drawn = lambda m, v: m.head.log_prob(m.body(v, True), drawn_BT)
+      of_drawn = lambda m, v: m.head.log_prob(body(m, v), drawn_BT)
       return jnp.where(counted_BT, apply(of_drawn, vectors), 0).sum()
 
     gradient_ND = jax.grad(log_prob)(vectors_BTD).reshape(-1, vectors_BTD.shape[-1])

@@ -104,8 +104,8 @@ def resize(
     row: makes the rows of new tokens.
 
   Raises:
-    ValueError: a token is outside the vocabulary, or a vocabulary layer has no entries of tokens,
-      such as a grouped head.
+    ValueError: a token is outside the vocabulary, a vocabulary layer has no entries of tokens, such
+      as a grouped head, or the model has memories of n-grams.
   """
   source, new = np.asarray(source), dict(new or {})
   vocab = model.head.vocab
@@ -121,6 +121,11 @@ def resize(
         f"`model.{name}` must have entries for each token to be resized; got a"
         f" {type(layer).__name__}. Resize the dense model, and convert it again."
       )
+  if model.memories:
+    raise ValueError(
+      "`model` must have no memories to be resized, whose rows are hashes of token ids; got"
+      f" {len(model.memories)}. Compress its tables instead."
+    )
   flat = traverse_util.flatten_dict(dict(variables))
   axes = traverse_util.flatten_dict(model.logical_axes())
   resized: dict[tuple[str, ...], Any] = {}

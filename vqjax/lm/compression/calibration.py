@@ -209,10 +209,11 @@ def _gradient(variables, tokens_BT, key, *, model):
   """Gradients, by the input vectors, of the log-probability of tokens that the model draws."""
   apply = lambda method, *args: model.apply(variables, *args, method=method)
   vectors = apply(lambda m, tokens: m.embedding(tokens), tokens_BT)
-  hidden = apply(lambda m, e: m.body(e, True), vectors)
+  body = lambda m, vectors: m.body_of_tokens(tokens_BT, vectors, True)[0]
+  hidden = apply(body, vectors)
   drawn = apply(lambda m, h, k: m.head.sample(h, k), hidden, key)
 
   def log_prob(vectors):
-    return apply(lambda m, e: m.head.log_prob(m.body(e, True), drawn).sum(), vectors)
+    return apply(lambda m, e: m.head.log_prob(body(m, e), drawn).sum(), vectors)
 
   return jax.grad(log_prob)(vectors.astype(jnp.float32))

@@ -109,18 +109,19 @@ class LanguageModel(nn.Module, metaclass=abc.ABCMeta):
   def hidden_and_terms(
     self, tokens: Integer[Array, "B T"], deterministic: bool = True
   ) -> tuple[Float[Array, "B T D"], Terms]:
-    """`hidden`, and the embedding's terms of the loss as "embedding/NAME"."""
+    """`hidden`, and terms of the loss as "embedding/NAME" and "memories_0/NAME"."""
     vectors, terms = self.embedding.loss_terms(tokens, deterministic)
     # A negative token is padding, for which embeddings return nan.
     vectors = jnp.where(tokens[..., None] < 0, 0, vectors)
-    return self.body_of_tokens(tokens, vectors, deterministic), named("embedding", terms)
+    hidden, own = self.body_of_tokens(tokens, vectors, deterministic)
+    return hidden, named("embedding", terms) | own
 
   def body_of_tokens(
     self, tokens: Int[Array, "B T"], vectors: Float[Array, "B T D"], deterministic: bool
-  ) -> Float[Array, "B T D"]:
-    """`body`, for a subclass whose body reads the tokens beside their vectors."""
+  ) -> tuple[Float[Array, "B T D"], Terms]:
+    """`body`, for a subclass whose body reads the tokens too, and its terms of the loss."""
     del tokens
-    return self.body(vectors, deterministic)
+    return self.body(vectors, deterministic), {}
 
   def log_prob(
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
@@ -131,7 +132,7 @@ class LanguageModel(nn.Module, metaclass=abc.ABCMeta):
   def loss_terms(
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
   ) -> tuple[Float[Array, "B T"], Terms]:
-    """`log_prob`, and the further loss terms as "embedding/NAME" and "head/NAME"."""
+    """`log_prob`, and the further loss terms as "head/NAME" and of `hidden_and_terms`."""
     hidden, embedding_terms = self.hidden_and_terms(tokens, deterministic)
     log_prob, head_terms = self.head_terms(hidden, targets)
     return log_prob, embedding_terms | head_terms

@@ -30,8 +30,10 @@ from vqjax.lm.models.base import (
   NORM_AXES,
   ROWS,
   LanguageModel,
+  Terms,
   check_dropout,
   check_heads,
+  named,
   stacked_axes,
 )
 from vqjax.lm.models.key_index import IndexLayer, KeyIndex
@@ -859,12 +861,12 @@ class Transformer(LanguageModel):
       raise ValueError(
         "`memories` need the tokens; got their vectors alone. Call `hidden` or `log_prob`."
       )
-    return self.body_of_tokens(None, vectors, deterministic)
+    return self.body_of_tokens(None, vectors, deterministic)[0]
 
   def body_of_tokens(
     self, tokens: Int[Array, "B T"] | None, vectors: Float[Array, "B T D"], deterministic: bool
-  ) -> Float[Array, "B T D"]:
-    """`body`, with memories that read the tokens."""
+  ) -> tuple[Float[Array, "B T D"], Terms]:
+    """`body`, with memories that read the tokens, and the terms of the loss of their tables."""
     length = vectors.shape[1]
     if length > self.context:
       raise ValueError(
@@ -876,15 +878,18 @@ class Transformer(LanguageModel):
     inputs, angles = self.layer_inputs(), self.angles(position_T)
     if self.is_uniform:
       x_BTD, _ = self.blocks(x_BTD, inputs, angles, deterministic)
-      return constrain(self.final(x_BTD), ROWS)
-    memories = dict(zip(self.memory_blocks, self.memories))
+      return constrain(self.final(x_BTD), ROWS), {}
+    terms = {}
     for number, block in enumerate(self.blocks):
-      if number in memories:
+      if number in self.memory_blocks:
+        index = self.memory_blocks.index(number)
         # Negative tokens are padding, behind the text.
-        x_BTD = x_BTD + memories[number](x_BTD, jnp.maximum(tokens, 0))
+        given = x_BTD, jnp.maximum(tokens, 0), deterministic
+        added_BTD, own = self.memories[index].loss_terms(*given)
+        x_BTD, terms = x_BTD + added_BTD, terms | named(f"memories_{index}", own)
       layer = jax.tree.map(lambda x, n=number: x[n], inputs)
       x_BTD, _ = block(x_BTD, layer, angles, deterministic)
-    return constrain(self.final(x_BTD), ROWS)
+    return constrain(self.final(x_BTD), ROWS), terms
 
   def own_axes(self) -> dict:
     """Logical axes of positions, blocks and the final norm, and of memories."""
