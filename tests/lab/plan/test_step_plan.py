@@ -15,6 +15,7 @@ from configs.base import language_model
 from vqjax import DenseHead
 from vqjax.commands import plan as command
 from vqjax.lab import chips
+from vqjax.lab.config import load_config
 from vqjax.lab.plan import compiling, step_plan
 from vqjax.lab.plan.collectives import Collective
 from vqjax.lab.plan.roofline import roofline
