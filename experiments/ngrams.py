@@ -1,7 +1,7 @@
 """Memories of hashed n-grams beside a small decoder: trained, and compressed by the counts of rows.
 
 python -m experiments.ngrams                      train and measure what is missing
-python -m experiments.ngrams --only none-s0,65536-s1
+python -m experiments.ngrams --only none-s0,65536-int8-s1
 
 Every decoder has three blocks of width 160, BPE of 4,096 tokens, and 1,500 steps of 2,048 tokens
 of WikiText-2. A memory of four heads, two of pairs and two of triples, is added after the first
@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import optax
 
-from vqjax import DenseEmbedding, DenseHead
+from vqjax import CentroidQuantizer, DenseEmbedding, DenseHead, DPQEmbedding, Int8Embedding
 from vqjax.lab import exits
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import BPETokenizer, WikiText, Windows
@@ -39,8 +39,23 @@ from vqjax.row_updates import rowwise
 from vqjax.tables import SmallTable, compress_rows, gguf_types
 
 V, DIM, WIDTH = 4096, 160, 32
-SIZES = 8_192, 65_536, 262_144
-"""Rows of each of the four heads."""
+
+TABLES = {
+  "dense": lambda rows: DenseEmbedding(rows, WIDTH),
+  "int8": lambda rows: Int8Embedding(rows, WIDTH, trained=True),
+  "dpq": lambda rows: DPQEmbedding(rows, WIDTH, CentroidQuantizer(codes=256, subspaces=8)),
+}
+"""Forms in which a table is trained, by their names."""
+
+ROWS = {
+  "none": (0, "dense"),
+  "8192": (8_192, "dense"),
+  "65536": (65_536, "dense"),
+  "262144": (262_144, "dense"),
+  "65536-int8": (65_536, "int8"),
+  "65536-dpq": (65_536, "dpq"),
+}
+"""Rows of each of the four heads, and the form of the table; 0: no memory."""
 
 SEEDS = 0, 1, 2
 
@@ -81,8 +96,9 @@ def _labels(params):
   return jax.tree.map_with_path(lambda path, _: "rows" if is_row(path) else "other", params)
 
 
-def row_experiment(size: int, seed: int, steps: int, times: float = 10.0) -> Experiment:
-  """The training of a decoder with so many rows a head; 0: without a memory."""
+def row_experiment(row: str, seed: int, steps: int, times: float = 10.0) -> Experiment:
+  """The training of a decoder with the memory of a row of `ROWS`."""
+  size, kind = ROWS[row]
   embedding = DenseEmbedding(FROM_TOKENIZER, DIM)
   fields = {
     "embedding": embedding,
@@ -96,7 +112,7 @@ def row_experiment(size: int, seed: int, steps: int, times: float = 10.0) -> Exp
   optimizer = None
   if size:
     ngrams = XorHash.qwen4(V, end=0, heads=2, least=size)
-    lookup = NGramEmbedding(ngrams, DenseEmbedding(ngrams.rows, WIDTH))
+    lookup = NGramEmbedding(ngrams, TABLES[kind](ngrams.rows))
     fields |= {"memories": (NGramMemory(lookup, DIM),), "memory_blocks": (1,)}
     optimizer = TableByRows(times)
   train = Train(
@@ -112,9 +128,9 @@ def row_experiment(size: int, seed: int, steps: int, times: float = 10.0) -> Exp
     log_every=100,
     optimizer=optimizer,
   )
-  name = f"{size or 'none'}-s{seed}"
+  model = Transformer(**fields)
   return Experiment(
-    name, Transformer(**fields), WikiText(), BPETokenizer(V), Windows(), train, seed=seed
+    f"{row}-s{seed}", model, WikiText(), BPETokenizer(V), Windows(), train, seed=seed
   )
 
 
@@ -155,14 +171,15 @@ def forms(table: np.ndarray, counts: np.ndarray) -> Iterator[Form]:
         yield Form(f"{name}, {bits} bits", used, np.asarray(small.table()))
 
 
-def measured_row(size: int, seed: int, work: pathlib.Path, steps: int) -> dict[str, Any]:
-  """Train a row where it is not trained, and measure it and its forms."""
-  run, name = row_experiment(size, seed, steps), f"{size or 'none'}-s{seed}"
+def measured_row(row: str, seed: int, work: pathlib.Path, steps: int) -> dict[str, Any]:
+  """Train a row where it is not trained, and measure it and the forms of a dense table."""
+  (size, kind), run, name = ROWS[row], row_experiment(row, seed, steps), f"{row}-s{seed}"
   result = fit(run, work / name)
   kept = {split: result[split] for split in ("valid", "test")}
-  found = {"rows": size, "seed": seed, "steps": steps, "dense": kept, "provenance": provenance()}
+  found = {"rows": size, "table": kind, "seed": seed, "steps": steps, "trained": kept}
+  found |= {"step_seconds": result["train"]["step_seconds"], "provenance": provenance()}
   say(f"{name}: {kept['test']['nats_per_token']:.4f} nats a token")
-  if not size:
+  if not size or kind != "dense":
     return found
   text = load_text(run)
   model = text.experiment.model
@@ -203,7 +220,7 @@ def main() -> int:
   options = parser.parse_args()
   file = options.work / "results.json"
   result = json.loads(file.read_text("utf-8")) if file.exists() else {"rows": {}}
-  known = {f"{size or 'none'}-s{seed}": (size, seed) for seed in SEEDS for size in (0, *SIZES)}
+  known = {f"{row}-s{seed}": (row, seed) for seed in SEEDS for row in ROWS}
   names = options.only.split(",") if options.only else list(known)
   if unknown := set(names) - set(known):
     parser.error(f"--only must name rows; got {', '.join(unknown)}. There are {', '.join(known)}.")

@@ -134,7 +134,7 @@ def test_the_cache_after_rounds_is_that_of_a_pass_over_the_text(monkeypatch):
       number = np.arange(max(last + 1 - window, -len(prompt)), last)
       # The whole text is the prompt there: position t is in slot t + slots - length of the text.
       other = len(prompt) + number + whole.key.shape[1] - len(text)
-      for own, their in zip(ring, whole):
+      for own, their in zip(ring[:2], whole[:2]):
         np.testing.assert_allclose(own[row, number % slots], their[row, other], atol=2e-5)
 
 
