@@ -18,6 +18,7 @@ import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from vqjax import tables
 from vqjax.convert.trained_variables import Variables
 from vqjax.embeddings import DenseEmbedding, Embedding
 from vqjax.heads import DenseHead, Head
@@ -44,7 +45,6 @@ from vqjax.lm.tokenizers.reading import (
 )
 from vqjax.outputs import new_output
 from vqjax.sharding import shardings
-from vqjax.tables import SmallTable
 from vqjax.tables.container import SEPARATOR
 from vqjax.tables.tensor_files import DTYPES, NARROW, release, save_file
 from vqjax.types import Dtype
@@ -112,7 +112,7 @@ def load(
   seed: int = 0,
   runtime: Runtime | None = None,
   tokenizer: bool = True,
-  memory_tables: Mapping[int, SmallTable | str | os.PathLike[str]] | None = None,
+  memory_tables: Mapping[int, tables.SmallTable | str | os.PathLike[str]] | None = None,
 ) -> Loaded:
   """Load a pretrained decoder, its variables and its tokenizer.
 
@@ -150,8 +150,8 @@ def load(
   if head is None and embedding is None:
     found = variable_sources(source, own)
     names = [name for name in ("embedding", "head") if (name, "weight") in found]
-    tables = {name: found[name, "weight"].tensors[0][1] for name in names}
-    made = (runtime or runtime_of(source.runtime)).layers(own, tables)
+    stored = {name: found[name, "weight"].tensors[0][1] for name in names}
+    made = (runtime or runtime_of(source.runtime)).layers(own, stored)
     model, ready = own.clone(embedding=made.embedding, head=made.head), dict(made.variables)
   else:
     model, ready = _with_layers(own, head, embedding), {}
@@ -171,28 +171,28 @@ def load(
 
 
 def _with_tables(
-  model: Transformer, tables: Mapping[int, SmallTable | str | os.PathLike[str]]
+  model: Transformer, given: Mapping[int, tables.SmallTable | str | os.PathLike[str]]
 ) -> tuple[Transformer, dict[tuple[str, ...], np.ndarray]]:
   """The model with other tables of its memories, and their variables by paths.
 
   Args:
     model: the decoder.
-    tables: by the number of the block, from 0.
+    given: the tables by the number of the block, from 0.
 
   Raises:
     ValueError: a block has no memory, or the table is that of another one.
   """
   blocks = list(model.memory_blocks)
-  if unknown := sorted(set(tables) - set(blocks)):
+  if unknown := sorted(set(given) - set(blocks)):
     raise ValueError(
       f"`memory_tables` must be those of the blocks {blocks}; got one of block {unknown[0]}. Count"
       " blocks from 0."
     )
   memories, arrays = list(model.memories), {}
-  for block, table in tables.items():
+  for block, table in given.items():
     number = blocks.index(block)
     lookup = memories[number].lookup
-    small = table if isinstance(table, SmallTable) else SmallTable.load(table)
+    small = table if isinstance(table, tables.SmallTable) else tables.SmallTable.load(table)
     if small.shape != (lookup.table.vocab, lookup.table.dim):
       raise ValueError(
         f"the table of block {block} must be {(lookup.table.vocab, lookup.table.dim)}, by the"
