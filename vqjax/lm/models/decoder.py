@@ -753,8 +753,9 @@ class Transformer(LanguageModel):
         f" {wrong[0].streams} of {wrong[0].dim}. Change their `streams` and `dim`."
       )
     blocks = self.memory_blocks
-    is_ascending = list(blocks) == sorted({*blocks} & {*range(self.layers)})
-    if len(self.memories) != len(blocks) or not is_ascending:
+    is_ascending = list(blocks) == sorted({*blocks})
+    are_blocks = all(0 <= block < self.layers for block in blocks)
+    if len(self.memories) != len(blocks) or not (is_ascending and are_blocks):
       raise ValueError(
         f"`memory_blocks` must be ascending numbers below {self.layers}, one for each of"
         f" {len(self.memories)} memories; got {blocks}. Change them."
