@@ -362,8 +362,9 @@ def starved(lab: Lab, folder: pathlib.Path, kind: str, value: int) -> Outcome:
     call, code = STARVED[kind]
     fault = {"PATH": folder, "CALL": call, "ERRNO": code, "AFTER": value}
     first = lab.train(run, env=env | {f"FAULT_{name}": str(x) for name, x in fault.items()})
-  if first.outcome[0] != CLEAR:
+  if first.code != 0 and first.outcome[0] != CLEAR:
     return first.outcome
+  # A limit that leaves enough stops nothing.
   outcome, words = lab.again(run, **env)
   return outcome, f"first {first.outcome[1]} {words}"
 
