@@ -29,7 +29,7 @@ from vqjax.lm.sources.families import FAMILIES, decoder_of
 from vqjax.lm.sources.gguf_header import Header, read_header
 from vqjax.lm.sources.schema import Origin
 from vqjax.tables import container, tensor_files
-from vqjax.tables.tensor_files import DTYPES, release
+from vqjax.tables.tensor_files import DTYPES, RowShards, release
 from vqjax.types import Dtype
 
 __all__ = ["Tensor"]
@@ -273,30 +273,24 @@ def _joined_shards(folder: pathlib.Path, tensors: dict[str, Tensor]) -> dict[str
     else:
       found[name] = tensor
   for name, own in shards.items():
-    if missing := sorted({*range(max(own) + 1)} - own.keys()):
+    if max(own) >= len(own):
+      missing = next(number for number in itertools.count() if number not in own)
       raise ValueError(
-        f"{folder} must have all shards of {name}.weight; got {len(own)} without shard"
-        f" {missing[0]}. Download the files again."
+        f"{folder} must have all shards of {name}.weight; got {len(own)} without shard {missing}."
+        " Download the files again."
       )
     parts = [own[number] for number in range(len(own))]
-    if any(part.shape[1:] != parts[0].shape[1:] or not part.shape for part in parts):
+    shapes = sorted({part.shape for part in parts})
+    if any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
       raise ValueError(
-        f"{folder} must have shards of {name}.weight of one width; got"
-        f" {sorted({part.shape for part in parts})}. Download the files again."
+        f"{folder} must have shards of {name}.weight of one width; got {shapes}. Download the"
+        " files again."
       )
-    ends = [0, *itertools.accumulate(part.shape[0] for part in parts)]
-    read = functools.partial(_rows_of_shards, parts, ends)
-    shape = ends[-1], *parts[0].shape[1:]
+    # Views of the files.
+    rows = RowShards([part.read(slice(None)) for part in parts])
     nbytes = sum(part.nbytes for part in parts)
-    found[f"{name}.weight"] = Tensor(shape, parts[0].format, nbytes, read)
+    found[f"{name}.weight"] = Tensor(rows.shape, parts[0].format, nbytes, rows.__getitem__)
   return found
-
-
-def _rows_of_shards(parts: list[Tensor], ends: list[int], rows: slice) -> np.ndarray:
-  first, last, _ = rows.indices(ends[-1])
-  cuts = ((part, max(first - end, 0), last - end) for part, end in zip(parts, ends))
-  read = [part.read(slice(a, b)) for part, a, b in cuts if a < min(b, part.shape[0])]
-  return read[0] if len(read) == 1 else np.concatenate(read or [parts[0].read(slice(0, 0))])
 
 
 HEAD = "lm_head.weight"
