@@ -29,7 +29,7 @@ from vqjax.lab import exits
 from vqjax.lab.config import Experiment, config_hash, with_fields
 from vqjax.lab.study.compressed import held_out_scores
 from vqjax.lab.study.jobs import StudyJob, check_same, derived, training_job, values_identity
-from vqjax.lab.study.tuning import tuned, tuning
+from vqjax.lab.study.tuning import Tuning, tuned
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run_folder import load_text
@@ -84,14 +84,14 @@ def _tuning(scale: str, setting: ComparisonSetting, row: ComparisonRow) -> Study
   if row.name in setting.tuned_as:
     by_name = {other.name: other for other in rows(setting)}
     return _tuning(scale, setting, by_name[setting.tuned_as[row.name]])
-  job = tuning(
+  job = Tuning(
     f"{setting.name}/{row.name}-tuning",
     f"tuning of {row.label}",
     # The teacher of a tuning is that of the first seed.
     row.experiment(setting, TUNING_SEED, teacher_seed=0),
     setting.space,
     pathlib.Path(setting.folder, "tuning", row.name),
-  )
+  ).job()
   return job if row.teacher is None else _taught(job, _runs(scale, setting, row.teacher)[0])
 
 

@@ -52,6 +52,7 @@ def test_a_scale_is_that_of_the_steps_and_their_schedule(base):
     ({"tune": {"train.learning_rate": (0.1, -1.0)}}, r"row a: `train.learning_rate` must be above"),
     ({"tune": {"train.learning_rate": 0.1}}, r"`tune` must name values"),
     ({"rows": {"a": {}, "b": Compressed("c")}}, r"`of` must be a row .*; got 'c' in row b"),
+    ({"rows": {"a": {}, "b": Compressed("a", method=lambda table: table)}}, "row b: .*lambda"),
     ({"rows": {"a": Row(tune={"model.head": (object(),)})}}, r"`tune` must name values"),
   ],
 )

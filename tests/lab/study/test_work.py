@@ -161,7 +161,17 @@ def test_the_plan_adds_the_measured_seconds_of_what_is_left(fitted, capsys):
   assert main(["study.py", "--only", "dense/run"]) == 0
   # A trial starts in 4 s, has 5 or 10 steps and two evaluations; the run has 40 steps and three.
   seconds = 3 * (4 + 5 * 0.5 + 2 * 2) + 2 * (4 + 10 * 0.5 + 2 * 2) + 4 + 40 * 0.5 + 3 * 2 + 1
-  assert f"together about {seconds / 60:.1f} min" in capsys.readouterr().out
+  further = 2 * (4 + 10 * 0.5 + 2 * 2)
+  printed = f"together about {seconds / 60:.1f} min, and up to {further:.0f} s for values beyond"
+  assert printed in capsys.readouterr().out
+
+
+def test_names_of_rows_with_a_space_between_say_that_commas_belong_there(fitted, capsys):
+  with pytest.raises(SystemExit):
+    main(["study.py", "--only", "dense", "codebook"])
+  assert "unrecognized arguments: codebook; `--only` takes names with commas" in (
+    capsys.readouterr().err
+  )
 
 
 def test_pages_are_rendered_without_a_run_and_alike_again(fitted):
@@ -241,13 +251,20 @@ def test_a_study_that_is_killed_in_each_phase_ends_with_the_same_results(tmp_pat
   start = lambda out: subprocess.Popen([*call, out], cwd=tmp_path, env=os.environ | own)
   assert start("whole").wait() == 0
   killed = tmp_path / "killed"
-  # The costs, a trial, the second round, a run's first checkpoint, and the compressed rows.
+  results = killed / "results.jsonl"
+  count = lambda pattern: len([*killed.glob(pattern)])
+  # Costs, trials of both rounds, checkpoints and results of runs, compressed rows, and pages.
   phases = (
-    lambda: (killed / "results.jsonl").exists(),
-    lambda: [*killed.glob("tuning/dense/*/result.json")],
-    lambda: len([*killed.glob("tuning/dense/*/result.json")]) > 3,
-    lambda: [*killed.glob("runs/dense-*/checkpoints/*")],
-    lambda: [*killed.glob("runs/codebook-*/result.json")],
+    results.exists,
+    lambda: "codebook/costs" in results.read_text(),
+    lambda: count("tuning/dense/*/result.json"),
+    lambda: count("tuning/dense/*/result.json") > 3,
+    lambda: "dense/tuning" in results.read_text(),
+    lambda: count("runs/dense-*/checkpoints/*"),
+    lambda: count("study.md"),
+    lambda: count("tuning/codebook/*/checkpoints/*"),
+    lambda: count("runs/codebook-*/result.json"),
+    lambda: "small/run" in results.read_text(),
   )
   for is_reached in phases:
     process = start("killed")

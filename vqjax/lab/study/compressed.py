@@ -16,6 +16,7 @@ from vqjax.convert import part_of, with_part
 from vqjax.embeddings import DenseEmbedding
 from vqjax.heads import DenseHead
 from vqjax.lab.config import Experiment
+from vqjax.lab.config.identity import describe
 from vqjax.lab.training import evaluate, make_scorer, read_run_variables
 from vqjax.lab.training.run_folder import EncodedText, load_text
 from vqjax.lab.training.step import carried
@@ -48,9 +49,13 @@ class Compressed:
   method: Callable | None = None
   label: str = ""
 
-  def settings(self) -> dict[str, str]:
-    """What its results depend on, beside the run."""
-    return {"bytes": repr(self.bytes), "method": repr(self.method)}
+  def settings(self) -> dict[str, Any]:
+    """What its results depend on, beside the run.
+
+    Raises:
+      ValueError: the method has no stable description, such as a lambda.
+    """
+    return {"bytes": self.bytes, "method": describe(self.method)}
 
 
 def held_out_scores(

@@ -122,6 +122,10 @@ class Study:
           f"`of` must be a row whose head is a DenseHead; got {row.of!r} in row {name}. Name one.",
           name,
         )
+      try:
+        row.settings()
+      except ValueError as error:
+        raise FieldError(f"row {name}: {error}", "method", name) from error
       return
     space = self.space(name)
     try:

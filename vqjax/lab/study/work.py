@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -21,7 +21,7 @@ from vqjax.lab.study.jobs import (
   training_job,
   values_identity,
 )
-from vqjax.lab.study.tuning import EXTENSIONS, tuned, tuning
+from vqjax.lab.study.tuning import EXTENSIONS, Tuning, tuned
 
 __all__ = ["Work"]
 
@@ -56,12 +56,28 @@ class Work:
     trained = self.study.trained
     after = [name for name in self.study.rows if name not in trained]
     jobs = [*map(self._costs, trained)]
-    jobs += [job for name in trained for job in (self._tuning(name), self._run(name, 0))]
+    jobs += [job for name in trained for job in (self._tuning(name).job(), self._run(name, 0))]
     jobs += [self._compressed(name, 0) for name in after]
     for seed in range(1, self.study.seeds):
       jobs += [self._run(name, seed) for name in trained]
       jobs += [self._compressed(name, seed) for name in after]
     return JobList(jobs, self.results)
+
+  def in_parts(self, jobs: Sequence[StudyJob]) -> list[StudyJob]:
+    """The jobs with the trials of tunings before them, for processes that run side by side.
+
+    A round waits for the whole round before it, so that what is chosen depends on no process's
+    speed.
+    """
+    parts = []
+    for job in jobs:
+      name, kind = job.name.split("/")
+      if kind == "tuning":
+        trials = self._tuning(name).trials()
+        parts += trials
+        job = dataclasses.replace(job, needs=tuple(trial.name for trial in trials))
+      parts.append(job)
+    return parts
 
   def _costs(self, name: str) -> StudyJob:
     experiment = self.study.experiment(name, scale=self.scale)
@@ -69,11 +85,11 @@ class Work:
     make = lambda: {"result": origin(identity()), "costs": measure_costs(experiment)}
     return StudyJob(f"{name}/costs", "time of a step", identity, make)
 
-  def _tuning(self, name: str) -> StudyJob:
+  def _tuning(self, name: str) -> Tuning:
     experiment = self.study.experiment(name, TUNING_SEED, self.scale)
     folder = self.folder / "tuning" / name
     space = self.study.space(name)
-    return tuning(f"{name}/tuning", "tuning", experiment, space, folder, EXTENSIONS)
+    return Tuning(f"{name}/tuning", "tuning", experiment, space, folder, EXTENSIONS)
 
   def _run(self, name: str, seed: int) -> StudyJob:
     def job(experiment: Experiment) -> StudyJob:
@@ -93,7 +109,7 @@ class Work:
       )
 
     experiment = self.study.experiment(name, seed, self.scale)
-    return tuned(job, experiment, self._tuning(name), lambda: self._chosen(name))
+    return tuned(job, experiment, self._tuning(name).job(), lambda: self._chosen(name))
 
   def _compressed(self, name: str, seed: int) -> StudyJob:
     row = self.study.row(name)
@@ -120,15 +136,16 @@ class Work:
 
   def _chosen(self, name: str) -> Mapping[str, Any] | None:
     """What the tuning of a row chose; None before it has a result."""
-    before = self._tuning(name)
+    before = self._tuning(name).job()
     kept = self.results.read().get(before.name)
     is_current = kept is not None and kept["result"]["config_hash"] == before.identity()
     return kept["chosen"] if is_current else None
 
-  def seconds(self, job: StudyJob) -> float:
+  def seconds(self, job: StudyJob, *, extended: bool = False) -> float:
     """The seconds that a job will take by the costs of its row, which are measured.
 
-    A compression counts as nothing: what it costs is not known.
+    A compression counts as nothing: what it costs is not known. With `extended` a tuning tries all
+    the values that it may try beyond the edges of its grid.
     """
     name, kind = job.name.split("/")
     kept = self.results.read().get(f"{name}/costs")
@@ -136,8 +153,9 @@ class Work:
       return 0.0
     train = self.study.experiment(name, scale=self.scale).train
     if kind == "tuning":
-      candidates = len(self.study.space(name).candidates())
-      return tuning_seconds(kept["costs"], train.steps, candidates)
+      space = self.study.space(name)
+      further = EXTENSIONS * len(space.edged()) if extended else 0
+      return tuning_seconds(kept["costs"], train.steps, len(space.candidates()), further)
     evaluations = -(-train.steps // train.eval_every)
     return run_seconds(kept["costs"], train.steps, evaluations)
 

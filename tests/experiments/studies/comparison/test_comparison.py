@@ -149,7 +149,7 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "fit", fit)
     row = rows(SCALES["smoke"][0])[0].experiment(SCALES["smoke"][0], 0)
     space = SearchSpace({"train.learning_rate": (1.0, 2.0, 3.0), "model.dropout": (0.0, 0.1)})
-    return tuning.tuning("t", "", row, space, tmp_path / "runs").make(), ran
+    return tuning.Tuning("t", "", row, space, tmp_path / "runs").job().make(), ran
 
   return tune
 
@@ -176,7 +176,7 @@ def test_a_tuning_of_which_every_candidate_diverges_has_failed(tuned):
 
 def test_a_space_of_one_value_is_chosen_without_a_trial(tmp_path):
   row = rows(MANUALS)[0].experiment(MANUALS, 0)
-  made = tuning.tuning("t", "", row, MANUALS.space, tmp_path).make()
+  made = tuning.Tuning("t", "", row, MANUALS.space, tmp_path).job().make()
   assert (made["chosen"], made["trials"]) == ({"train.learning_rate": 40.0}, [])
 
 
