@@ -266,7 +266,7 @@ def test_a_study_that_is_killed_in_each_phase_ends_with_the_same_results(tmp_pat
     lambda: count("runs/codebook-*/result.json"),
     lambda: "small/run" in results.read_text(),
   )
-  for is_reached in phases:
+  for is_reached in phases if os.environ.get("VQJAX_EXHAUSTIVE") else phases[::3]:
     process = start("killed")
     while not is_reached():
       assert process.poll() is None
