@@ -88,11 +88,13 @@ def _experiment_of_run(folder: pathlib.Path) -> Any:
     )
   if "config" in source:
     return override(load_config(file), source["overrides"])
-  from vqjax.lab.study import load_study
+  from vqjax.lab.study.declaration import Run, load_study
 
   study = load_study(file)
-  made = study.experiment(source["row"], source["seed"], Fraction(source["scale"]))
-  return with_fields(made, source["fields"])
+  seed, scale, runs = source["seed"], Fraction(source["scale"]), source["runs"]
+  tuned = lambda row: with_fields(study.experiment(row, seed, scale, run), runs[row]["fields"])
+  run = lambda row: Run(tuned(row), runs[row]["folder"])
+  return tuned(source["row"])
 
 
 PRETRAINED = "folder of safetensors, a GGUF, or a .bin file of llama2.c"

@@ -132,6 +132,7 @@ class Tuning:
     folder: folder of the trials' runs, one for each candidate and round; their checkpoints are
       removed once they have a result.
     extensions: values beyond those of a field that are tried at most.
+    identified: hash of the experiment; "": its `config_hash`.
   """
 
   name: str
@@ -140,6 +141,7 @@ class Tuning:
   space: SearchSpace
   folder: pathlib.Path
   extensions: int = 0
+  identified: str = ""
 
   def job(self) -> StudyJob:
     """Return the job that makes every trial that is missing, and chooses.
@@ -195,7 +197,8 @@ class Tuning:
   def _identity(self) -> str:
     tried = {field: list(values) for field, values in self.space.values.items()}
     further = [self.extensions] if self.extensions else []
-    return values_identity([config_hash(self.experiment), tried, ROUNDS, *further])
+    identified = self.identified or config_hash(self.experiment)
+    return values_identity([identified, tried, ROUNDS, *further])
 
   def _extended(
     self, chosen: dict[str, Any], best: float, measure: Callable[[Mapping[str, Any]], float]
