@@ -93,7 +93,7 @@ def _experiment_of_run(folder: pathlib.Path) -> Any:
   study = load_study(file)
   seed, scale, runs = source["seed"], Fraction(source["scale"]), source["runs"]
   tuned = lambda row: with_fields(study.experiment(row, seed, scale, run), runs[row]["fields"])
-  run = lambda row: Run(tuned(row), runs[row]["folder"])
+  run = lambda row: Run.of(tuned(row), runs[row]["folder"])
   return tuned(source["row"])
 
 

@@ -1,6 +1,7 @@
 """The declaration of a study: one base, rows that differ from it, and what is tuned."""
 
 import ast
+import copy
 import dataclasses
 import inspect
 import pathlib
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from vqjax.lab.config import Experiment, config_hash, load_function, with_fields
 from vqjax.lab.study.compressed import Derived
-from vqjax.lab.study.tuning import SearchSpace, stretched
+from vqjax.lab.study.tuning import EXTENSIONS, SearchSpace, stretched
 from vqjax.lm.records import shown
 
 __all__ = ["Row", "Run", "Study", "load_study"]
@@ -45,6 +46,11 @@ class Run(NamedTuple):
 
   experiment: Experiment
   folder: str
+
+  @classmethod
+  def of(cls, experiment: Experiment, folder: str) -> "Run":
+    """A run whose model shares no layer with those of other rows: equal parts would be one."""
+    return cls(dataclasses.replace(experiment, model=copy.deepcopy(experiment.model)), folder)
 
 
 Runs = Callable[[str], Run]
@@ -94,6 +100,8 @@ class Study:
     seeds: number of seeds of each row: that of the base, and the next ones.
     reference: name of the row from which differences are taken; "": the first.
     margin: relative difference of perplexity within which rows count as equal.
+    extensions: values beyond those of a field that a tuning tries at most, where its winner lies at
+      an edge of them.
     measure: (experiment, run folder) -> further measurements, kept beside the result of each
       finished run.
 
@@ -108,6 +116,7 @@ class Study:
   seeds: int = 3
   reference: str = ""
   margin: float = 0.01
+  extensions: int = EXTENSIONS
   measure: Callable[[Experiment, pathlib.Path], dict[str, Any]] | None = None
 
   def __post_init__(self):
@@ -258,7 +267,7 @@ class Study:
           f"`run` must name a trained row before {name}; got {row!r}. There are"
           f" {', '.join(before) or 'none'}: put it before."
         )
-      return Run(self.experiment(row, seed), f"runs/{row}")
+      return Run.of(self.experiment(row, seed), f"runs/{row}")
 
     return run
 

@@ -31,7 +31,6 @@ __all__ = [
   "kept_candidates",
   "shortened",
   "stretched",
-  "tuned",
 ]
 
 ROUNDS = 8, 4
@@ -261,33 +260,3 @@ def _is_possible(experiment: Experiment, fields: Mapping[str, Any]) -> bool:
 def kept_candidates(count: int) -> int:
   """Candidates that a round keeps of `count`: two at least, or the next would choose nothing."""
   return max(2, count // 3)
-
-
-def tuned(
-  job: Callable[[Experiment], StudyJob],
-  experiment: Experiment,
-  before: StudyJob,
-  chosen: Callable[[], Mapping[str, float] | None],
-) -> StudyJob:
-  """The job of a row whose fields are those that its tuning chose.
-
-  Args:
-    job: experiment -> the job of the row.
-    experiment: the row's experiment.
-    before: the tuning.
-    chosen: () -> what it chose; None before it has a result.
-  """
-  plain = job(experiment)
-
-  def now() -> StudyJob | None:
-    fields = chosen()
-    return None if fields is None else job(with_fields(experiment, fields))
-
-  def identity() -> str:
-    own = now()
-    return "" if own is None else own.identity()
-
-  def make() -> dict[str, Any]:
-    return now().make()
-
-  return dataclasses.replace(plain, identity=identity, make=make, needs=(*plain.needs, before.name))

@@ -20,7 +20,7 @@ from vqjax.lab.study.jobs import (
   training_job,
   values_identity,
 )
-from vqjax.lab.study.tuning import EXTENSIONS, Tuning
+from vqjax.lab.study.tuning import Tuning
 
 __all__ = ["Work"]
 
@@ -98,7 +98,7 @@ class Work:
     made = [self.study.experiment(name, TUNING_SEED, self.scale, each) for each in both]
     folder, space = self.folder / "tuning" / name, self.study.space(name)
     job, identified = f"{name}/tuning", config_hash(made[0])
-    return Tuning(job, "tuning", made[1], space, folder, EXTENSIONS, identified)
+    return Tuning(job, "tuning", made[1], space, folder, self.study.extensions, identified)
 
   def _tuning_job(self, name: str) -> StudyJob:
     # Made late: what the rows that it begins from have chosen is part of it.
@@ -137,7 +137,7 @@ class Work:
       if experiment is None:
         return None
       folder = str(self._folder(row, seed)) if in_folders else self._identity(row, seed)
-      found[row] = Run(experiment, folder)
+      found[row] = Run.of(experiment, folder)
     return found.__getitem__
 
   def _identity(self, name: str, seed: int) -> str:
@@ -205,7 +205,7 @@ class Work:
     train = self.study.experiment(name, scale=self.scale).train
     if kind == "tuning":
       space = self.study.space(name)
-      further = EXTENSIONS * len(space.edged()) if extended else 0
+      further = self.study.extensions * len(space.edged()) if extended else 0
       return tuning_seconds(kept["costs"], train.steps, len(space.candidates()), further)
     evaluations = -(-train.steps // train.eval_every)
     return run_seconds(kept["costs"], train.steps, evaluations)
