@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experiments.studies.grouped import judge
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.embeddings.table_file import open_table
 from vqjax.lab import config
@@ -129,10 +128,3 @@ def test_table_files(compact, data):
 def test_states_of_tokenizers(tokenizer, state):
   found, message = result(tokenizer.load, state)
   assert message or found.vocab > max(found.eos) >= 0
-
-
-@many
-@given(st.text() | st.lists(st.sampled_from([*judge.FORMAT.split(), "8/10", "E"])).map(" ".join))
-def test_answers_of_a_judge(answer):
-  grades, message = result(judge.parse_grades, answer, error=judge.UnreadableGrades)
-  assert message or all(0 <= grade <= 10 for grade in grades[:4])

@@ -31,7 +31,6 @@ class PaperStudy:
     jobs: scale -> jobs, each after the jobs that it needs.
     tables: (results, scale) -> the tables of the terminal by their titles.
     update: rewrites the page and its figures from the results of the scale "cpu"; returns paths.
-    options: parsers of further options, which the caller reads from the arguments itself.
   """
 
   name: str
@@ -40,14 +39,12 @@ class PaperStudy:
   jobs: Callable[[str], list[StudyJob]]
   tables: Callable[[Results, str], Mapping[str, pd.DataFrame]]
   update: Callable[[Results], list[pathlib.Path]]
-  options: Sequence[argparse.ArgumentParser] = ()
 
   def main(self, arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 2 for a wrong call, 128 + n for signal n."""
     parser = argparse.ArgumentParser(
       prog=f"python -m experiments.studies.{self.name}.run",
       description=self.description,
-      parents=list(self.options),
       formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument

@@ -1,20 +1,16 @@
 """A classifier of images whose head is a field."""
 
-import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Integer
 
 from vqjax.heads import Head
-from vqjax.lm.models.base import NORM_AXES, Terms, check_dim, named
+from vqjax.lm.models.base import Terms, named
 
-
-def as_given(inputs: Float[Array, "B height width channels"]) -> Any:
-  """The inputs, which are images already."""
-  return inputs
+Inputs = Integer[Array, "B ..."] | Float[Array, "B ..."]
 
 
 class ConvNet(nn.Module):
@@ -28,74 +24,43 @@ class ConvNet(nn.Module):
     head: hidden vectors of width `dim` -> a distribution over the classes.
     dim: width of the dense layer, D, which the head shares.
     channels: number of output channels of each convolution.
-    images: inputs of a batch -> images [B, height, width, channels], inside the compiled step.
-    momentum: momentum of the running statistics.
-    epsilon: constant that is added to the variances.
+    images: inputs of a batch -> images [B, height, width, channels], inside the compiled step;
+      None: the inputs are images.
   """
 
   head: Head
   dim: int = 512
   channels: tuple[int, ...] = (32, 64, 128)
-  images: Callable = as_given
-  momentum: float = 0.9
-  epsilon: float = 1e-5
+  images: Callable | None = None
 
   context: ClassVar[int] = 1
   """Number of targets of an image."""
 
-  def setup(self):
-    check_dim("head", self.head, self.dim)
-    if not self.channels:
-      raise ValueError("`channels` must have at least one convolution; got (). Give (32, 64).")
-    self.convolutions = [nn.Conv(width, (3, 3)) for width in self.channels]
-    self.norms = [nn.BatchNorm(momentum=self.momentum, epsilon=self.epsilon) for _ in self.channels]
-    self.dense = nn.Dense(self.dim)
-
-  def __call__(
-    self, inputs: Integer[Array, "B ..."] | Float[Array, "B ..."], deterministic: bool = True
-  ) -> Float[Array, "B V"]:
-    """Logits of all classes, for inspection; training does not need them."""
-    return self.head.logits(self.hidden(inputs, deterministic))
-
-  def hidden(
-    self, inputs: Integer[Array, "B ..."] | Float[Array, "B ..."], deterministic: bool = True
-  ) -> Float[Array, "B D"]:
+  @nn.compact
+  def hidden(self, inputs: Inputs, deterministic: bool = True) -> Float[Array, "B D"]:
     """The hidden vector of each image."""
-    x_BHWC = self.images(inputs)
-    least = 2 ** len(self.channels)
-    if min(x_BHWC.shape[1:3]) < least:
-      raise ValueError(
-        f"`inputs` must have at least {least} x {least} pixels for {len(self.channels)} poolings;"
-        f" got {x_BHWC.shape[1:3]}. Give larger images, or fewer channels."
-      )
-    for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-      x_BHWC = norm(convolution(x_BHWC), use_running_average=deterministic)
+    x_BHWC = inputs if self.images is None else self.images(inputs)
+    for at, width in enumerate(self.channels):
+      x_BHWC = nn.Conv(width, (3, 3), name=f"convolutions_{at}")(x_BHWC)
+      x_BHWC = nn.BatchNorm(deterministic, momentum=0.9, name=f"norms_{at}")(x_BHWC)
       # ReLU commutes with max pooling, and after it has a quarter of the work.
       x_BHWC = nn.relu(_max_pool(x_BHWC))
-    return nn.relu(self.dense(x_BHWC.reshape(len(x_BHWC), math.prod(x_BHWC.shape[1:]))))
+    return nn.relu(nn.Dense(self.dim, name="dense")(x_BHWC.reshape(len(x_BHWC), -1)))
 
   def log_prob(
-    self,
-    inputs: Integer[Array, "B ..."] | Float[Array, "B ..."],
-    targets: Integer[Array, "B"],
-    deterministic: bool = True,
+    self, inputs: Inputs, targets: Integer[Array, "B"], deterministic: bool = True
   ) -> Float[Array, "B"]:
     """Log-probability, in nats, of each image's class."""
     return self.head.log_prob(self.hidden(inputs, deterministic), targets)
 
   def loss_terms(
-    self,
-    inputs: Integer[Array, "B ..."] | Float[Array, "B ..."],
-    targets: Integer[Array, "B"],
-    deterministic: bool = True,
+    self, inputs: Inputs, targets: Integer[Array, "B"], deterministic: bool = True
   ) -> tuple[Float[Array, "B"], Terms]:
     """`log_prob`, and the head's terms of the loss as "head/NAME"."""
     log_prob, terms = self.head.loss_terms(self.hidden(inputs, deterministic), targets)
     return log_prob, named("head", terms)
 
-  def hits(
-    self, inputs: Integer[Array, "B ..."] | Float[Array, "B ..."], targets: Integer[Array, "B"]
-  ) -> dict[str, Bool[Array, "B"]]:
+  def hits(self, inputs: Inputs, targets: Integer[Array, "B"]) -> dict[str, Bool[Array, "B"]]:
     """Whether the most likely class, and its group, are those of the image."""
     hidden_BD = self.hidden(inputs)
     hits = {"accuracy": self.head.top_k(hidden_BD, 1)[1][:, 0] == targets}
@@ -103,19 +68,6 @@ class ConvNet(nn.Module):
       group_B = self.head.log_group(hidden_BD).argmax(axis=-1)
       hits["group_accuracy"] = group_B == self.head.group_of(targets)
     return hits
-
-  def logical_axes(self) -> dict:
-    """Names of the axes of every variable; tuples are the leaves."""
-    axes = {"params": {"dense": {"kernel": ("pixels", "embed"), "bias": ("norm",)}}}
-    axes["batch_stats"] = {}
-    for at in range(len(self.channels)):
-      kernel = ("row", "column", "channels", "filters")
-      axes["params"][f"convolutions_{at}"] = {"kernel": kernel, "bias": ("norm",)}
-      axes["params"][f"norms_{at}"] = NORM_AXES
-      axes["batch_stats"][f"norms_{at}"] = {"mean": ("norm",), "var": ("norm",)}
-    for collection, tree in self.head.logical_axes().items():
-      axes.setdefault(collection, {})["head"] = tree
-    return axes
 
 
 def _max_pool(x_BHWC):

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from experiments.studies.grouped.shapes import NUM_CLASSES, Grid
 from vqjax.lab.data.corpus_files import content_hash
@@ -13,7 +14,7 @@ from vqjax.lab.data.source import SPLITS, Prepared
 EVERY_CLASS = Grid()
 
 MOST = 2**30
-"""Largest number of pictures in a data set: each seed has this many numbers of drawings."""
+"""Bound of the number of the first drawing of a seed; the others follow it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +33,6 @@ class Shapes(Prepared):
     valid_images: pictures of the validation split.
     test_images: pictures of the test split.
     seed: seed of the pictures, and of the classes that have one more.
-
-  Raises:
-    ValueError: a split has no pictures, there are more than 2^30, or `seed` is out of range.
   """
 
   grid: Grid = EVERY_CLASS
@@ -43,19 +41,6 @@ class Shapes(Prepared):
   test_images: int = NUM_CLASSES // 10
   seed: int = 0
 
-  def __post_init__(self):
-    counts = self._counts()
-    for name, count in counts.items():
-      if count < 1:
-        raise ValueError(f"`data.{name}_images` must be at least 1; got {count}. Raise it.")
-    if sum(counts.values()) > MOST:
-      raise ValueError(f"the splits must have at most {MOST} pictures; got {counts}. Take fewer.")
-    if not 0 <= self.seed < 2**32:
-      raise ValueError(f"`data.seed` must be in [0, 2^32); got {self.seed}. 0 is usual.")
-
-  def _counts(self) -> dict[str, int]:
-    return {name: getattr(self, f"{name}_images") for name in SPLITS}
-
   @property
   def vocab(self) -> int:
     """The number of classes of the grid."""
@@ -63,13 +48,13 @@ class Shapes(Prepared):
 
   def split(self, name: str) -> "Drawings":
     """Return the pictures of "train", "valid" or "test"."""
-    if name not in SPLITS:
-      raise ValueError(f"`name` must be one of {', '.join(SPLITS)}; got {name!r}. Name one.")
-    position, counts = SPLITS.index(name), self._counts()
-    first = int(np.random.default_rng(self.seed).integers(MOST))
-    first += sum(counts[before] for before in SPLITS[:position])
+    position, counts = SPLITS.index(name), [getattr(self, f"{split}_images") for split in SPLITS]
+    first = int(np.random.default_rng(self.seed).integers(MOST)) + sum(counts[:position])
     order = np.random.default_rng([self.seed, position]).permutation(self.vocab)
-    return Drawings(self.grid, np.resize(order, counts[name]).astype(np.int32), first)
+    classes = np.resize(order, counts[position]).astype(np.int32)
+    numbers = first + np.arange(len(classes))
+    inputs = np.stack([self.grid.classes[classes], numbers], axis=-1).astype(np.int32)
+    return Drawings(inputs, classes)
 
   def fingerprint(self) -> str:
     """Return a hash of the fields, which determine the pictures."""
@@ -81,33 +66,27 @@ class Drawings:
   """The pictures of a split.
 
   Attributes:
-    grid: the grid that numbers the classes.
-    classes: int32, the class of each picture in the grid.
-    first: number of the first picture's drawing; the others follow.
+    inputs: the class of each picture among all 184,320, and the number of its drawing.
+    targets: the class of each picture in the grid.
   """
 
-  grid: Grid
-  classes: np.ndarray
-  first: int
+  inputs: Int[np.ndarray, "N 2"]
+  targets: Int[np.ndarray, "N"]
 
   def __len__(self) -> int:
-    return len(self.classes)
+    return len(self.targets)
 
   def __call__(self, number: np.ndarray) -> Batch:
-    """Return a batch of these pictures; the picture `NONE` is without a target."""
-    position = np.where(number == NONE, len(self) - 1, number)
-    own = self.classes[position]
-    inputs = np.stack([self.grid.classes[own], self.first + position], axis=-1)
-    targets = np.where(number == NONE, NONE, own)
-    return {"inputs": inputs.astype(np.int32), "targets": targets.astype(np.int32)}
+    """Return a batch of these pictures; the picture `NONE` is the last, without a target."""
+    targets = np.where(number == NONE, NONE, self.targets[number])
+    return {"inputs": self.inputs[number], "targets": targets.astype(np.int32)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawn(Examples):
   """Pictures, shuffled anew each epoch: {"inputs": [B, 2], "targets": [B]}, int32.
 
-  The inputs are the class among all 184,320 and the number of the drawing, from which
-  `shapes.draw` makes the picture; the targets are classes of the grid.
+  From the inputs `shapes.draw` makes the pictures.
   """
 
   def shapes(self, batch, context):
@@ -117,6 +96,4 @@ class Drawn(Examples):
 
   def _reader(self, split, context):
     del context
-    if not isinstance(split, Drawings):
-      raise ValueError(f"`split` must be drawings; got {type(split).__name__}. Choose Shapes().")
     return split

@@ -1,36 +1,25 @@
 """Tables and figures of the grouped head's study."""
 
-import functools
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
+import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.studies import study_page
-from experiments.studies.grouped.rows import SCALES, TEACHER, rows
+from experiments.studies.grouped import shapes
+from experiments.studies.grouped.rows import ROWS
 from experiments.studies.study_page import DOCS
-from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
 from vqjax.lab.study.seeds import Results
 from vqjax.lm.pages import INK, SERIES
 
-BenchFigures = Mapping[str, Any]
-"""The measurements of `python -m experiments.bench`."""
+PAPER = study_page.read_paper(pathlib.Path(__file__).with_name("paper.csv"))
 
-GRADES = ("grammar", "creativity", "consistency", "plot", "age")
-MODELS = {
-  "gpt-2": "GPT-2",
-  "gpt-neo": "GPT-Neo",
-  "tiled": "GPT-2, loss in tiles",
-  "grouped": "grouped",
-  "codebook": "codebook",
-}
-"""Model of the bench -> its label."""
-
-WIDTHS = {128: "8.1 M", 256: "19.3 M", 1024: "152 M", 2048: "659 M"}
+WIDTHS = {"128": "8.1 M", "256": "19.3 M", "1024": "152 M", "2048": "659 M"}
 """Width of Tables 2 and 3 -> the model's parameters as the paper prints them."""
 
 SHOWN_WIDTHS = {"memory": ("128 ", "2048 "), "speed": ("128 ",)}
@@ -39,286 +28,198 @@ SHOWN_WIDTHS = {"memory": ("128 ", "2048 "), "speed": ("128 ",)}
 SQRT = 224
 """floor(sqrt V) of GPT-2's vocabulary."""
 
-TITLES = {
-  "language": "Table 1: language models on TinyStories",
-  "grades": "Table 1: grades of their stories, ours / the paper's",
-  "groups": "Figure 3: validation loss by the number of groups",
-  "pictures": "Section 3.2: classes of pictures",
-  "top": "Exact top-50, one token at a time",
-  "memory": "Table 2: peak memory of a training step, B = 32, T = 512",
-  "speed": "Table 3: throughput and operations",
-  "loss": "Loss and gradient, N = 4096, D = 256, V = 50,257",
-  "least": "Group sizes of the least memory, tokens a group",
-  "drawing": "Drawing the pictures in the training step",
+Column = Callable[[Mapping[str, Any]], str | None]
+"""Measurements of a row -> its cell; None if it is missing."""
+
+
+def number(form: str, *path: str, unit: float = 1) -> Column:
+  """The column of the numbers at a path; "failed" where an error is in place of one."""
+
+  def cell(node):
+    for key in path:
+      if key not in (node or {}):
+        return "failed" if "error" in (node or {}) else None
+      node = node[key]
+    return form.format(node if unit == 1 else node / unit)
+
+  return cell
+
+
+COLUMNS = {
+  "language": {
+    "nats": number("{:.3f}", "result", "test", "nats_per_token"),
+    "- GPT-2": number("{:+.3f}", "over dense"),
+    "- its control": number("{:+.3f}", "over control"),
+  },
+  "groups": {"loss": number("{:.3f}", "result", "valid", "nats_per_token")},
+  "pictures": {
+    "accuracy, %": number("{:.1f}", "result", "test", "accuracy", unit=0.01),
+    "of the group, %": number("{:.1f}", "result", "test", "group_accuracy", unit=0.01),
+    "nats": number("{:.3f}", "result", "test", "nats_per_token"),
+    "parameters": number("{:.2f} M", "result", "model", "params", unit=1e6),
+    "paper's parameters": number("{}", "printed", "parameters"),
+  },
+  "top": {
+    "groups": number("{}", "groups"),
+    "visited": number("{:g}", "visited"),
+    "most visited": number("{}", "visited_most"),
+    "probability of the 50": number("{:.2f}", "mass"),
+    "all groups, ms": number("{:.2f}", "seconds_all", unit=1e-3),
+    "best-first, ms": number("{:.2f}", "seconds", unit=1e-3),
+  },
+  "loss": {
+    "ms": number("{:.1f}", "seconds", unit=1e-3),
+    "faster than materialised": number("{:.1f}×", "faster_than_materialised"),
+    "temporaries, MiB": number("{:,.1f}", "temp_bytes", unit=2**20),
+  },
+  "least": {
+    "least at": number("{:,}", "size"),
+    "within 2 %": number("{0[0]:,} to {0[1]:,}", "near"),
+  },
 }
+"""Table -> title -> column."""
+
+QUANTITIES = {
+  "memory": {
+    "GB, recomputing": number("{:.2f}", "ours", "peak_bytes", unit=1e9),
+    "GB, as compiled": number("{:.2f}", "ours", "without_remat", "peak_bytes", unit=1e9),
+    "GB, paper": number("{}", "2", "GB"),
+  },
+  "speed": {
+    "tokens/s": number("{:,.0f}", "ours", "tokens_per_s"),
+    "tokens/s, paper": number("{}", "3", "tokens/s"),
+    "GMAC": number("{:.2f}", "ours", "macs", "weights", unit=1e9),
+    "GFLOPs, paper": number("{}", "3", "GFLOPs"),
+  },
+}
+"""Table -> title -> column whose numbers stand in a line, since the models are the columns."""
+
+MODELS = {
+  "gpt-2": "GPT-2",
+  "gpt-neo": "GPT-Neo",
+  "tiled": "GPT-2, loss in tiles",
+  "grouped": "grouped",
+  "codebook": "codebook",
+}
+"""Model of the bench's steps -> its label."""
+
+LOSSES = {"materialised": "dense, logits materialised", "tiled": "dense, in tiles"}
+LOSSES |= {"unshared": "one linear a group"}
+"""Loss of the bench -> its label, if it is not its name."""
+
+MEMORY = {
+  "step": "training step",
+  "head": "head's loss and gradient",
+  "untiled": "head's loss and gradient, [N, S] arrays whole",
+}
+"""What the bench compiles for groups of each size -> its label."""
 
 
-PARTS = "loss", "steps", "sizes", "images"
-"""Benchmarks of the grouped head, without the prefix of their names."""
-
-
-PAPER = study_page.read_paper(pathlib.Path(__file__).with_name("paper.csv"))
-
-
-def read_cost(docs: pathlib.Path) -> BenchFigures | None:
-  """The figures of the grouped benchmarks; None if there are none."""
-  parts = {part: study_page.bench(docs, f"grouped-{part}") for part in PARTS}
-  parts = {part: figures for part, figures in parts.items() if figures is not None}
-  for figures in parts.values():
-    del figures["provenance"]
-  return parts | parts.get("sizes", {}) if parts else None
-
-
-def page_tables(results: Results, scale: str, cost: BenchFigures | None) -> dict[str, pd.DataFrame]:
-  """Tables by the keys of `TITLES`; those of the bench only if there is a `cost`."""
-  frames = {
-    "language": _language(results, scale),
-    "grades": _grades(results, scale),
-    "groups": _groups(results, scale),
-    "pictures": _pictures(results),
-    "top": _top(results),
+def tables(results: Results, scale: str, docs: pathlib.Path = DOCS) -> dict[str, pd.DataFrame]:
+  """The tables by the names of their blocks."""
+  loss, sizes = (study_page.bench(docs, f"grouped-{name}") for name in ("loss", "sizes"))
+  tops = [kept["top"] for kept in results.values() if "top" in kept]
+  measured = {
+    "language": ("model", _language(results, scale)),
+    "groups": ("groups", {f"{n:,}": kept for n, kept in _by_groups(results, scale).items()}),
+    "pictures": ("model", _pictures(results)),
+    "top": ("V", {f"{top['vocab']:,}": top for top in tops}),
+    "loss": ("head", {LOSSES.get(name, name): row for name, row in loss["rows"].items()}),
+    "least": ("memory of", {label: sizes["least"][name] for name, label in MEMORY.items()}),
   }
-  if cost is not None:
-    frames |= {"memory": _memory(cost), "speed": _speed(cost), "loss": _loss(cost)}
-    frames |= {"least": _least(cost), "drawing": _drawing(cost)}
+  frames = {
+    name: pd.DataFrame(
+      {first: label} | {title: cell(row) for title, cell in COLUMNS[name].items()}
+      for label, row in lines.items()
+    )
+    for name, (first, lines) in measured.items()
+  }
+  steps = study_page.bench(docs, "grouped-steps")
+  frames |= {name: _by_width(steps, quantities) for name, quantities in QUANTITIES.items()}
+  grades = {name: kept["grades"] for name, kept in results.items() if "grades" in kept}
+  if grades:
+    frames["grades"] = pd.DataFrame(grades | PAPER["1"]).T.rename_axis("model").reset_index()
   return {name: frame for name, frame in frames.items() if len(frame)}
-
-
-def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
-  """The tables of the terminal by their titles."""
-  frames = page_tables(results, scale, read_cost(DOCS))
-  return {TITLES[name]: frame for name, frame in frames.items()}
 
 
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks, the figures and CSV files of the page; return their paths."""
-  cost = read_cost(docs)
-  # The page has no grades as long as the only ones are the paper's.
-  frames = page_tables(results, "cpu", cost)
-  frames.pop("grades", None)
+  frames = tables(results, "cpu", docs)
+  frames.pop("grades", None)  # the page has none
   whole = {f"grouped-{name}.csv": frames[name] for name in ("groups", "memory", "speed")}
-  for name in ("memory", "speed"):
-    frames[name] = frames[name][frames[name]["width"].str.startswith(SHOWN_WIDTHS[name])]
+  for name, widths in SHOWN_WIDTHS.items():
+    frames[name] = frames[name][frames[name]["width"].str.startswith(widths)]
   loss = frames["groups"]["loss"].astype(float)
   frames["groups"] = frames["groups"].loc[sorted({0, loss.argmax(), len(loss) - 1})]
-  frames["language"] = frames["language"].drop(columns="perplexity")
-  blocks = {name: markdown(frame) for name, frame in frames.items() if name != "drawing"}
-  blocks["drawing"] = _drawing_sentence((cost or {}).get("images"))
-  blocks["language"] += f"\n\n{not_run(results, 'cpu')}"
+  blocks = {name: markdown(frame) for name, frame in frames.items()}
+  blocks["drawing"] = _drawing(study_page.bench(docs, "grouped-images"))
+  blocks["language"] += f"\n\n{_not_run(results)}"
   figures = {
-    "grouped-losses.png": losses(results),
-    "grouped-pictures.png": picture_curves(results),
-    "grouped-sizes.png": sizes_figure(results, cost or {}),
+    "grouped-losses.png": losses_figure(results),
+    "grouped-pictures.png": pictures_figure(results),
+    "grouped-shapes.png": shapes_figure(),
+    "grouped-sizes.png": sizes_figure(results, study_page.bench(docs, "grouped-sizes")),
   }
   return study_page.publish_page(docs, "grouped", results, blocks, figures, whole)
 
 
-def _numbers(source: Mapping[str, Any], names: Iterable[str], *path: str) -> pd.Series:
-  """Numbers at a path such as "result", "test" of named entries; NaN if missing."""
-  step = lambda entry, key: (entry or {}).get(key)
-  return pd.Series([functools.reduce(step, path, source.get(n)) for n in names], dtype=float)
-
-
-def _text(numbers: pd.Series, form: str | Callable[[float], str]) -> pd.Series:
-  show = form.format if isinstance(form, str) else form
-  return numbers.map(show, na_action="ignore").astype(object)
-
-
-def _printed(table: str, names: Iterable[str], column: str) -> pd.Series:
-  return pd.Series([PAPER[table].get(name, {}).get(column) for name in names], dtype=object)
-
-
-def _mark_failed(frame: pd.DataFrame, results: Results, jobs: Iterable[str]) -> None:
-  failed = [results.get(w, {}).get("result", {}).get("status") == "failed" for w in jobs]
-  frame.loc[failed, frame.columns[1:]] = "failed"
-
-
 def _labels(scale: str) -> dict[str, str]:
   """Language model of a scale -> its label."""
-  settings = [s for s in SCALES[scale].values() if s.rows]
-  return {f"{s.name}/{row.name}": f"{s.name}: {row.label}" for s in settings for row in rows(s)}
+  settings = {job: job.split("/")[0] for job in ROWS[scale]}
+  return {job: f"{s}: {ROWS[scale][job].label}" for job, s in settings.items() if s != "sizes"}
 
 
-def _language(results: Results, scale: str) -> pd.DataFrame:
-  every = [(s.name, row) for s in SCALES[scale].values() if s.rows for row in rows(s)]
-  shown = [(s, row) for s, row in every if f"{s}/{row.name}" in results]
-  labels = {job: label for job, label in _labels(scale).items() if job in results}
-  numbers = lambda key, jobs: _numbers(results, jobs, "result", "test", key)
-  nats = numbers("nats_per_token", labels)
-  dense = numbers("nats_per_token", (f"{s}/{TEACHER}" for s, _ in shown))
-  control = numbers("nats_per_token", (f"{s}/{row.control}" for s, row in shown))
-  is_dense = pd.Series([row.control == TEACHER for _, row in shown], dtype=bool)
-  frame = pd.DataFrame({
-    "model": list(labels.values()),
-    "perplexity": _text(numbers("perplexity", labels), "{:.2f}"),
-    "nats": _text(nats, "{:.3f}"),
-    "- GPT-2": _text(nats - dense, "{:+.3f}"),
-    "- its control": _text((nats - control).mask(is_dense), "{:+.3f}"),
-  })  # fmt: skip
-  _mark_failed(frame, results, labels)
-  return frame
+def _language(results: Results, scale: str) -> dict[str, Any]:
+  """Label of a language model -> its result and the differences from others in nats."""
+  tests = {job: kept["result"].get("test", {}) for job, kept in results.items()}
+  nats = {job: test["nats_per_token"] for job, test in tests.items() if "nats_per_token" in test}
+  lines = {}
+  for job, label in _labels(scale).items():
+    if job in results:
+      dense = f"{job.split('/')[0]}/gpt-2"
+      others = {"over dense": dense, "over control": ROWS[scale][job].control}
+      known = {name: one for name, one in others.items() if {job, one} <= nats.keys()}
+      over = {name: nats[job] - nats[one] for name, one in known.items()}
+      lines[label] = {**results[job], **over}
+  return lines
 
 
-def not_run(results: Results, scale: str) -> str:
+def _not_run(results: Results) -> str:
   """A sentence on the language models without a result, with their names for `--only`."""
-  every = _labels(scale).items()
-  missing = [f"{label} (`{job}`)" for job, label in every if job not in results]
+  missing = [f"{label} (`{job}`)" for job, label in _labels("cpu").items() if job not in results]
   return f"Not run: {'; '.join(missing)}." if missing else "All rows of this table were run."
 
 
-def _grades(results: Results, scale: str) -> pd.DataFrame:
-  """The grades of stories of the language models, ours / the paper's or the paper's alone."""
-  judge = lambda job: f"grades/{job.replace('/', '-')}"
-  labels = {job: label for job, label in _labels(scale).items() if judge(job) in results}
-  for job in PAPER["1"] if scale == "cpu" else ():
-    if job not in labels:
-      dim, name = job.removeprefix("lm-").split("/")
-      labels[job] = f"paper, {MODELS[name]}, {dim}"
-  judged = [judge(job) for job in labels]
-  frame = pd.DataFrame({"model": list(labels.values())})
-  for grade in GRADES:
-    own = _text(_numbers(results, judged, "grades", grade), "{:.2f}")
-    printed = _printed("1", labels, grade)
-    frame[grade] = (own + " / " + printed.fillna(units.MISSING)).where(own.notna(), printed)
-  frame["graded"] = [
-    f"{kept['graded']} of {kept['graded'] + kept['failed']} by {kept['settings']['model']}"
-    if (kept := results.get(name))
-    else None
-    for name in judged
-  ]
-  return frame
+def _by_groups(results: Results, scale: str) -> dict[int, Any]:
+  """Number of groups -> the result of the model that was trained with it."""
+  numbers = {job: job.partition("groups-")[2] for job in ROWS[scale]}
+  return {int(number): results[job] for job, number in numbers.items() if number and job in results}
 
 
-def _group_losses(results: Results, scale: str) -> pd.Series:
-  """Validation loss in nats by the number of groups of the trained models."""
-  jobs = {n: f"{s.name}/groups-{n}" for s in SCALES[scale].values() for n in s.groups}
-  loss = _numbers(results, jobs.values(), "result", "valid", "nats_per_token")
-  return loss.set_axis(list(jobs)).dropna()
+def _pictures(results: Results) -> dict[str, Any]:
+  return {
+    name.replace("pictures/", "CNN, "): {**results.get(name, {}), "printed": printed}
+    for name, printed in PAPER["pictures"].items()
+  }
 
 
-def _groups(results: Results, scale: str) -> pd.DataFrame:
-  loss = _group_losses(results, scale)
-  return pd.DataFrame(
-    {"groups": loss.index.map("{:,}".format), "loss": list(_text(loss, "{:.3f}"))}
-  )
-
-
-def _pictures(results: Results) -> pd.DataFrame:
-  jobs = ("pictures/dense", "pictures/grouped")
-  numbers = functools.partial(_numbers, results, jobs, "result")
-  frame = pd.DataFrame({
-    "model": ["CNN, dense", "CNN, grouped"],
-    "accuracy, %": _text(100 * numbers("test", "accuracy"), "{:.1f}"),
-    "of the group, %": _text(100 * numbers("test", "group_accuracy"), "{:.1f}"),
-    "nats": _text(numbers("test", "nats_per_token"), "{:.3f}"),
-    "parameters": _text(numbers("model", "params"), units.count),
-  })  # fmt: skip
-  _mark_failed(frame, results, jobs)
-  frame["paper's parameters"] = _printed("pictures", jobs, "parameters").map(int).map("{:,}".format)
-  return frame
-
-
-def _top(results: Results) -> pd.DataFrame:
-  return pd.DataFrame([
-    {
-      "V": f"{top['vocab']:,}",
-      "groups": top["groups"],
-      "visited": f"{top['visited']:g}",
-      "most visited": top["visited_most"],
-      "probability of the 50": f"{top['mass']:.2f}",
-      "all groups, ms": f"{1e3 * top['seconds_all']:.2f}",
-      "best-first, ms": f"{1e3 * top['seconds']:.2f}",
-      "equal": None if top["same"] else "no",
-    }
-    for top in (kept["top"] for kept in results.values() if "top" in kept)
-  ])  # fmt: skip
-
-
-STEPS = [f"{dim}/{name}" for dim in WIDTHS for name in MODELS]
-"""Training steps of Tables 2 and 3."""
-
-
-def _by_width(quantities: Mapping[str, pd.Series]) -> pd.DataFrame:
-  """A line for each width and quantity of `STEPS` that has a number, a column for each model."""
+def _by_width(steps: Mapping[str, Any], quantities: Mapping[str, Column]) -> pd.DataFrame:
+  """A line for each width and quantity with a number, a column for each model."""
   lines = []
   for dim, size in WIDTHS.items():
-    for title, texts in quantities.items():
-      of_step = dict(zip(STEPS, texts, strict=True))
-      cells = {label: of_step[f"{dim}/{name}"] for name, label in MODELS.items()}
-      if not pd.isna(list(cells.values())).all():
-        lines.append({"width": f"{dim} ({size}): {title}"} | cells)
+    measured = {
+      label: {table: PAPER[table].get(f"{dim}/{name}") for table in ("2", "3")}
+      | {"ours": steps.get(dim, {}).get(name)}
+      for name, label in MODELS.items()
+    }
+    for title, cell in quantities.items():
+      cells = {label: cell(measurements) for label, measurements in measured.items()}
+      lines += [{"width": f"{dim} ({size}): {title}"} | cells] if any(cells.values()) else []
   return pd.DataFrame(lines)
 
 
-def _steps(cost: BenchFigures) -> dict[str, Mapping[str, Any]]:
-  measured = cost.get("steps", {})
-  return {f"{dim}/{name}": row for dim, models in measured.items() for name, row in models.items()}
-
-
-def _memory(cost: BenchFigures) -> pd.DataFrame:
-  steps = _steps(cost)
-  remat = _text(_numbers(steps, STEPS, "peak_bytes") / 1e9, "{:.2f}")
-  plain = _text(_numbers(steps, STEPS, "without_remat", "peak_bytes") / 1e9, "{:.2f}")
-  # The step with recomputed blocks is compiled first; an error is of the first that failed.
-  failed = pd.Series(["error" in steps.get(step, {}) for step in STEPS])
-  plain[failed & remat.notna()] = "failed"
-  remat[failed & remat.isna()] = "failed"
-  return _by_width(
-    {"GB, recomputing": remat, "GB, as compiled": plain, "GB, paper": _printed("2", STEPS, "GB")}
-  )
-
-
-def _speed(cost: BenchFigures) -> pd.DataFrame:
-  numbers = functools.partial(_numbers, _steps(cost), STEPS)
-  return _by_width({
-    "tokens/s": _text(numbers("tokens_per_s"), "{:,.0f}"),
-    "tokens/s, paper": _text(_printed("3", STEPS, "tokens/s").astype(float), "{:,.0f}"),
-    "GMAC": _text(numbers("macs", "weights") / 1e9, "{:.2f}"),
-    "GFLOPs, paper": _printed("3", STEPS, "GFLOPs"),
-  })  # fmt: skip
-
-
-def _loss(cost: BenchFigures) -> pd.DataFrame:
-  labels = {"materialised": "dense, logits materialised", "tiled": "dense, in tiles"}
-  labels |= {"unshared": "one linear a group"}
-  measured = cost.get("loss", {}).get("rows", {})
-  numbers = functools.partial(_numbers, measured, measured)
-  return pd.DataFrame({
-    "head": [labels.get(name, name) for name in measured],
-    "ms": _text(1e3 * numbers("seconds"), "{:.1f}"),
-    "faster than materialised": _text(numbers("faster_than_materialised"), "{:.1f}×"),
-    "temporaries, MiB": _text(numbers("temp_bytes") / 2**20, "{:,.1f}"),
-  })  # fmt: skip
-
-
-def _least(cost: BenchFigures) -> pd.DataFrame:
-  least, lines = cost.get("least", {}), []
-  labels = {
-    "step": "training step",
-    "head": "head's loss and gradient",
-    "untiled": "head's loss and gradient, [N, S] arrays whole",
-  }
-  for kind in filter(least.get, labels):
-    first, last = least[kind]["near"]
-    line = {"memory of": labels[kind], "least at": f"{least[kind]['size']:,}"}
-    lines.append(line | {"within 2 %": f"{first:,} to {last:,}"})
-  return pd.DataFrame(lines)
-
-
-def _drawing(cost: BenchFigures) -> pd.DataFrame:
-  lines = [cost["images"]] if "images" in cost else []
-  return pd.DataFrame([
-    {"pictures": images["batch"]}
-    | {f"{name}, ms": f"{1e3 * seconds:.1f}" for name, seconds in images["seconds"].items()}
-    | {"draw / step, %": f"{100 * images['draw_of_step']:.1f}"}
-    for images in lines
-  ])  # fmt: skip
-
-
-def _drawing_sentence(images: Mapping[str, Any] | None) -> str:
+def _drawing(images: Mapping[str, Any]) -> str:
   """What drawing the pictures of a step costs."""
-  if images is None:
-    return units.MISSING
   draw, step = (1e3 * images["seconds"][name] for name in ("draw", "step"))
   return (
     f"Pictures are drawn inside the training step: {draw:.1f} ms for {images['batch']} of all"
@@ -327,70 +228,106 @@ def _drawing_sentence(images: Mapping[str, Any] | None) -> str:
   )
 
 
-def _frame(axes: Axes, across: str, up: str) -> None:
-  axes.set_xlabel(across, fontsize=9, color=INK)
-  axes.set_ylabel(up, fontsize=9, color=INK)
-  axes.tick_params(labelsize=8)
-  axes.spines[["top", "right"]].set_visible(False)
-  if axes.lines:
+Lines = Mapping[str, Iterable[tuple[float, float]]]
+"""Label -> points; a line without points has a colour, but is not drawn."""
+
+
+def _figure(
+  panels: Iterable[tuple[str, str, Lines]],
+  size: tuple[float, float],
+  across: str,
+  at: float | None = None,
+  **style: Any,
+) -> Figure:
+  """A figure of lines.
+
+  Args:
+    panels: title, label of the vertical axis, and lines of each panel.
+    size: width and height in inches.
+    across: label of the horizontal axis.
+    at: the square root of the vocabulary on a logarithmic axis.
+    style: style of the lines.
+  """
+  figure, panels = Figure(figsize=size, layout="constrained"), list(panels)
+  same_axis = len({up for _, up, _ in panels}) == 1
+  grid = figure.subplots(1, len(panels), sharey=same_axis)
+  for axes, (title, up, lines) in zip(grid, panels, strict=True):
+    for number, (label, points) in enumerate(lines.items()):
+      if points:
+        dash, color = "-" if number < len(SERIES) else "--", SERIES[number % len(SERIES)]
+        axes.plot(*zip(*points, strict=True), dash, color=color, label=label, **style)
+    if at is not None:
+      axes.axvline(at, color=INK, linewidth=0.8, linestyle=":", label="sqrt(V) groups")
+      axes.set_xscale("log")
+    axes.set_title(title, fontsize=9, color=INK)
+    axes.set_xlabel(across, fontsize=9, color=INK)
+    axes.set_ylabel(up, fontsize=9, color=INK)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7, frameon=False, labelcolor=INK)
-
-
-def _curve(results: Results, name: str, key: str) -> list[list[float]]:
-  return results.get(name, {}).get("curves", {}).get(key, [])
-
-
-def losses(results: Results) -> Figure:
-  """Training loss of the models from scratch, a panel for each width."""
-  settings = [SCALES["cpu"][name] for name in ("lm-128", "lm-64")]
-  figure = Figure(figsize=(4.8 * len(settings), 3.6), layout="constrained")
-  for axes, s in zip(figure.subplots(1, len(settings), sharey=True), settings, strict=True):
-    for at, row in enumerate(row for row in rows(s) if row.needs is None):
-      curve = _curve(results, f"{s.name}/{row.name}", "train")
-      if curve:
-        style = {"color": SERIES[at % len(SERIES)], "linestyle": "-" if at < len(SERIES) else "--"}
-        axes.plot(*zip(*curve, strict=True), linewidth=1.2, label=row.label, **style)
-    axes.set_title(s.name, fontsize=9, color=INK)
-    _frame(axes, "step", "nats per token")
   return figure
 
 
-def picture_curves(results: Results) -> Figure:
+def _curve(results: Results, job: str, name: str) -> list[tuple[float, float]]:
+  return results.get(job, {}).get("curves", {}).get(name, [])
+
+
+def losses_figure(results: Results) -> Figure:
+  """Training loss of the models from scratch, a panel for each width."""
+  scratch = {job: row.label for job, row in ROWS["cpu"].items() if not row.needs}
+  lines = lambda name: {
+    label: _curve(results, job, "train") for job, label in scratch.items() if job.startswith(name)
+  }
+  panels = [(name, "nats per token", lines(name)) for name in ("lm-128", "lm-64")]
+  return _figure(panels, (9.6, 3.6), "step", linewidth=1.2)
+
+
+def pictures_figure(results: Results) -> Figure:
   """Training loss, accuracy of the class, and accuracy of the group over steps."""
-  figure = Figure(figsize=(10.5, 3.2), layout="constrained")
-  panels = {
+  lines = lambda key: {x: _curve(results, f"pictures/{x}", key) for x in ("dense", "grouped")}
+  titles = {
     "train": "training loss, nats",
     "accuracy": "validation accuracy",
     "group_accuracy": "validation accuracy of the group",
   }
-  for axes, (key, label) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-    for name, color in zip(("dense", "grouped"), SERIES, strict=False):
-      curve = _curve(results, f"pictures/{name}", key)
-      if curve:
-        axes.plot(*zip(*curve, strict=True), color=color, label=name)
-    _frame(axes, "step", label)
-  return figure
+  return _figure([("", up, lines(key)) for key, up in titles.items()], (10.5, 3.2), "step")
 
 
-def sizes_figure(results: Results, cost: BenchFigures) -> Figure:
+def sizes_figure(results: Results, cost: Mapping[str, Any]) -> Figure:
   """Memory by the compiler's account, and validation loss, by number of groups."""
-  memory = {
-    label: sorted((row["groups"], row[key] / 1e9) for row in cost.get("sizes", []) if key in row)
-    for key, label in (
-      ("peak_bytes", "training step"),
-      ("head_temp_bytes", "head"),
-      ("untiled_temp_bytes", "head, [N, S] arrays whole"),
-    )
+  keys = {
+    "training step": "peak_bytes",
+    "head": "head_temp_bytes",
+    "head, [N, S] arrays whole": "untiled_temp_bytes",
   }
-  loss = {"trained models": list(_group_losses(results, "cpu").items())}
-  figure = Figure(figsize=(9, 3.4), layout="constrained")
-  panels = (memory, "GB, by the compiler's account"), (loss, "validation loss, nats per token")
-  for axes, (lines, label) in zip(figure.subplots(1, 2), panels, strict=True):
-    for color, (name, points) in zip(SERIES, lines.items(), strict=False):
-      if points:
-        style = {"color": color, "markersize": 3, "linewidth": 1, "label": name}
-        axes.plot(*zip(*points, strict=True), "o-", **style)
-    axes.axvline(SQRT, color=INK, linewidth=0.8, linestyle=":", label="sqrt(V) groups")
-    axes.set_xscale("log")
-    _frame(axes, "groups", label)
+  of = lambda key: sorted((row["groups"], row[key] / 1e9) for row in cost["sizes"])
+  memory = {label: of(key) for label, key in keys.items()}
+  by_groups = _by_groups(results, "cpu").items()
+  loss = [(n, kept["result"]["valid"]["nats_per_token"]) for n, kept in by_groups]
+  panels = [
+    ("", "GB, by the compiler's account", memory),
+    ("", "validation loss, nats per token", {"trained models": loss}),
+  ]
+  return _figure(panels, (9, 3.4), "groups", SQRT, marker="o", markersize=3, linewidth=1)
+
+
+def shapes_figure() -> Figure:
+  """Figure 1: a cross of some class with one attribute changed, a row for each attribute."""
+  base = 7, 1, 1, 5, 3, 0, 3, 0  # each rotation of a cross looks different
+  places = [(at, value) for at, count in enumerate(shapes.RADIX) for value in range(count)]
+  digits = np.array([[*base[:at], value, *base[at + 1 :]] for at, value in places])
+  classes = np.ravel_multi_index(digits.T, shapes.RADIX)
+  images = jax.jit(shapes.draw)(np.stack([classes, np.arange(len(classes))], axis=1))
+  sheet = np.ones((len(shapes.RADIX), max(shapes.RADIX), *images.shape[1:]))
+  for place, image in zip(places, images, strict=True):
+    sheet[place] = image
+  figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+  axes = figure.add_subplot()
+  side = shapes.SIDE
+  axes.imshow(sheet.swapaxes(1, 2).reshape(len(sheet) * side, -1, 3), interpolation="nearest")
+  axes.set_yticks(
+    side * np.arange(len(sheet)) + side / 2, list(shapes.NAMES), fontsize=8, color=INK
+  )
+  axes.set_xticks([])
+  axes.spines[:].set_visible(False)
   return figure

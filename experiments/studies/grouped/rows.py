@@ -9,11 +9,12 @@ At the scale `cpu` a model is as deep and as wide, but reads slices of TinyStori
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
-from configs.grouped.lm import EPOCH, GPT2, WINDOW, HeadOf, dense, grouped, language_model
+from configs.grouped.lm import EPOCH, GPT2, WINDOW, dense, grouped, language_model
 from configs.grouped.shapes import CPU as CPU_PICTURES
 from configs.grouped.shapes import REDUCED, shapes_run
 from experiments.studies.grouped.shapes import Grid
@@ -28,9 +29,6 @@ from vqjax.lm.tokenizers import Tokenizer
 RUNS = "runs/grouped"
 """Folder of all runs, with a folder for each scale."""
 
-TEACHER = "gpt-2"
-"""The row whose trained model is converted, and is the teacher of distillation."""
-
 WIDE = 262_144
 """The larger vocabulary at which exact decoding is timed."""
 
@@ -40,6 +38,8 @@ FACTORED = 50_232
 ABLATED = tuple(n for n in range(1, FACTORED + 1) if FACTORED % n == 0)[4:-4]
 """The paper's Figure 3: the divisors of `FACTORED` without the four smallest and four largest."""
 
+FEW_GROUPS = (6, 12, 23, 42, 84, 161, 312, 598, 1196, 2184, 4186, 8372)
+"""Twelve of `ABLATED`, about evenly spaced by ratio."""
 
 SHORT = Train(
   steps=320,
@@ -87,10 +87,6 @@ class Spread:
 
   def __init__(self, inner: Tokenizer, vocab: int):
     """Spread the tokens of `inner` over a vocabulary of `vocab` tokens."""
-    if vocab < inner.vocab:
-      raise ValueError(
-        f"`vocab` must be at least the inner vocabulary {inner.vocab}; got {vocab}. Raise it."
-      )
     self._inner, self.vocab, self.pieces = inner, vocab, vocab
     self.stride = vocab // inner.vocab
     self.bos = None if inner.bos is None else inner.bos * self.stride
@@ -101,7 +97,7 @@ class Spread:
     return [token * self.stride for token in self._inner.encode(text, special=special)]
 
   def decode(self, tokens: Iterable[int]) -> str:
-    """Text of the tokens."""
+    """Text of the tokens, each as the nearest one below that occurs."""
     return self._inner.decode([self._below(token) for token in tokens])
 
   def piece(self, token: int) -> str:
@@ -116,60 +112,48 @@ class Spread:
     return json.dumps({"inner": self._inner.state(), "vocab": self.vocab})
 
 
-Make = Callable[..., Experiment]
-"""(name, head, dim, window=, train=) -> a language model on a setting's text."""
-
-
 @dataclasses.dataclass(frozen=True)
 class GroupedSetting:
   """Language models on one text with different heads or attention windows.
 
   Attributes:
     name: name of the setting in run folders and results.
-    folder: the folder of the scale's runs.
-    make: makes the model of a head.
+    make: (name, head, dim, window=, train=) -> a language model on the setting's text.
     dim: width, D.
-    rows: names of the rows of this setting.
+    rows: names of the rows of this setting; None: all.
     tune: schedule of the fine-tuning of converted models, and of the control beside them.
     window: attention window of GPT-Neo.
     groups: numbers of groups, each of which has a row.
   """
 
   name: str
-  folder: str
-  make: Make
+  make: Callable[..., Experiment]
   dim: int
-  rows: tuple[str, ...] = ()
+  rows: tuple[str, ...] | None = None
   tune: Train = SHORT
   window: int = WINDOW
   groups: tuple[int, ...] = ()
 
-  def path(self, row: str) -> str:
-    """The run folder of a row."""
-    return f"{self.folder}/{self.name}/{row}"
-
-  def experiment(self, row: str, head: HeadOf, **fields) -> Experiment:
-    """The run of a row."""
-    return self.make(f"{self.name}-{row}", head, self.dim, **fields)
-
 
 @dataclasses.dataclass(frozen=True)
 class GroupedRow:
-  """A language model of a setting.
+  """A language model.
 
   Attributes:
-    name: name of its run.
+    job: setting and name.
     label: its label in tables.
-    make: setting -> its experiment.
-    needs: name of the row that it starts from.
+    folder: its run folder.
+    experiment: its experiment.
+    needs: the job that it starts from, if any.
     trained: False if it is evaluated as it starts, without training.
-    control: name of the row that has read as many tokens, with which its loss is compared.
+    control: another job that has read as many tokens, with which its loss is compared.
   """
 
-  name: str
+  job: str
   label: str
-  make: Callable[[GroupedSetting], Experiment]
-  needs: str | None = None
+  folder: str
+  experiment: Experiment
+  needs: tuple[str, ...] = ()
   trained: bool = True
   control: str | None = None
 
@@ -186,190 +170,122 @@ def unshared(vocab: int, dim: int, embedding: Embedding) -> Head:
   return UnsharedGroupedHead(vocab, dim)
 
 
-def _scratch(
-  name: str,
-  label: str,
-  head: HeadOf,
-  control: str | None = None,
-  order: convert.Ordering | None = None,
-  local: bool = False,
-) -> GroupedRow:
-  """A row that trains from scratch.
+def rows(scale: str, s: GroupedSetting) -> list[GroupedRow]:
+  """The rows of a setting, each after the row that it starts from."""
+  folder = lambda name: f"{RUNS}/{scale}/{s.name}/{name}"
+  make = lambda name, head=grouped, **more: s.make(f"{s.name}-{name}", head, s.dim, **more)
+  dense_run, of_dense = make("gpt-2", dense), folder("gpt-2")
 
-  Args:
-    name: name of the row.
-    label: its label.
-    head: its head.
-    control: name of the row with which it is compared.
-    order: the order of the tokens, if not the tokenizer's.
-    local: whether every second block has local attention, as in GPT-Neo.
-  """
+  def row(name: str, label: str, experiment: Experiment, control: str | None = None, **more: Any):
+    control = control and f"{s.name}/{control}"
+    return GroupedRow(f"{s.name}/{name}", label, folder(name), experiment, control=control, **more)
 
-  def make(s: GroupedSetting) -> Experiment:
-    experiment = s.experiment(name, head, window=s.window if local else None)
-    regrouped = None if order is None else starting_points.Regrouped(order)
-    return dataclasses.replace(experiment, init_from=regrouped)
+  def regrouped(name: str, label: str, order: convert.Ordering) -> GroupedRow:
+    init_from = starting_points.Regrouped(order)
+    return row(name, label, replace(make(name, ordered), init_from=init_from), "grouped")
 
-  return GroupedRow(name, label, make, control=control)
-
-
-def _continued(s: GroupedSetting) -> Experiment:
-  """The trained GPT-2, trained for as long again as the converted models."""
-  experiment = s.experiment("gpt-2-more", dense, train=s.tune)
-  return dataclasses.replace(experiment, init_from=FromRun(s.path(TEACHER)))
-
-
-def _distilled(s: GroupedSetting) -> Experiment:
-  """The paper's head from scratch, with the trained GPT-2 as its teacher."""
-  student, teacher = s.experiment("distilled", grouped), s.experiment(TEACHER, dense)
-  return dataclasses.replace(
-    student,
-    model=starting_points.Distilled(student.model, teacher.model),
-    train=dataclasses.replace(student.train, trainable=("student",)),
-    init_from=starting_points.FromTeacher(s.path(TEACHER)),
-  )
-
-
-def _converted(
-  name: str,
-  label: str,
-  by_frequency: bool = False,
-  tuned: bool = False,
-  distillation: float = 0.0,
-) -> GroupedRow:
-  """The trained GPT-2 with a converted grouped head, fine-tuned if `tuned`."""
-
-  def make(s: GroupedSetting) -> Experiment:
-    return starting_points.converted(
-      s.experiment(TEACHER, dense),
-      s.path(TEACHER),
-      (ordered if by_frequency else grouped)(FROM_TOKENIZER, s.dim, None),
-      convert.ToGrouped(by=convert.ByFrequency() if by_frequency else None),
+  def converted(name: str, label: str, order=None, distillation: float = 0.0, **more: Any):
+    head = (grouped if order is None else ordered)(FROM_TOKENIZER, s.dim, None)
+    experiment = starting_points.converted(
+      dense_run,
+      of_dense,
+      head,
+      convert.ToGrouped(by=order),
       name=f"{s.name}-{name}",
       train=s.tune,
       distillation=distillation,
     )
+    return row(name, label, experiment, needs=after_dense, **more)
 
-  return GroupedRow(name, label, make, TEACHER, tuned, control="gpt-2-more" if tuned else TEACHER)
-
-
-BY_CLUSTERS = convert.ByClusters(convert.ContextKMeans())
-
-_ROWS = (
-  _scratch("gpt-2", "GPT-2", dense),
-  _scratch("gpt-neo", "GPT-Neo", dense, TEACHER, local=True),
-  _scratch("grouped", "grouped", grouped, TEACHER),
-  _scratch("shuffled", "grouped, tokens shuffled", ordered, "grouped", convert.Shuffled()),
-  _scratch("frequency", "grouped, by frequency", ordered, "grouped", convert.ByFrequency()),
-  _scratch("clusters", "grouped, by clusters", ordered, "grouped", BY_CLUSTERS),
-  _scratch("unshared", "one linear a group", unshared, "grouped"),
-  GroupedRow("distilled", "grouped, taught by GPT-2", _distilled, TEACHER, control="grouped"),
-  GroupedRow("gpt-2-more", "GPT-2, trained on", _continued, TEACHER),
-  _converted("converted", "GPT-2, converted"),
-  _converted("converted-frequency", "GPT-2, converted by frequency", by_frequency=True),
-  _converted("tuned", "GPT-2, converted, trained on", tuned=True),
-  _converted("tuned-frequency", "GPT-2, by frequency, trained on", by_frequency=True, tuned=True),
-  _converted(
-    "tuned-distilled",
-    "GPT-2, by frequency, trained on and taught",
-    by_frequency=True,
-    tuned=True,
-    distillation=1.0,
-  ),
-)
-
-
-def rows(s: GroupedSetting) -> list[GroupedRow]:
-  """The rows of a setting, each after the row that it starts from."""
-
-  def of_groups(groups: int) -> GroupedRow:
-    head = lambda vocab, dim, embedding: GroupedHead(vocab, dim, groups)
-    return _scratch(f"groups-{groups}", f"{groups:,} groups", head)
-
-  return [row for row in _ROWS if row.name in s.rows] + [of_groups(groups) for groups in s.groups]
+  after_dense = (f"{s.name}/gpt-2",)
+  student, by_frequency = make("distilled"), convert.ByFrequency()
+  distilled = replace(
+    student,
+    model=starting_points.Distilled(student.model, dense_run.model),
+    train=replace(student.train, trainable=("student",)),
+    init_from=starting_points.FromTeacher(of_dense),
+  )
+  longer = replace(make("gpt-2-more", dense, train=s.tune), init_from=FromRun(of_dense))
+  tuned = functools.partial(converted, control="gpt-2-more")
+  every = [
+    row("gpt-2", "GPT-2", dense_run),
+    row("gpt-neo", "GPT-Neo", make("gpt-neo", dense, window=s.window)),
+    row("grouped", "grouped", make("grouped")),
+    regrouped("shuffled", "grouped, tokens shuffled", convert.Shuffled()),
+    regrouped("frequency", "grouped, by frequency", by_frequency),
+    regrouped("clusters", "grouped, by clusters", convert.ByClusters(convert.ContextKMeans())),
+    row("unshared", "one linear a group", make("unshared", unshared), "grouped"),
+    row("distilled", "grouped, taught by GPT-2", distilled, "grouped", needs=after_dense),
+    row("gpt-2-more", "GPT-2, trained on", longer, needs=after_dense),
+    converted("converted", "GPT-2, converted", trained=False),
+    converted("converted-frequency", "GPT-2, converted by frequency", by_frequency, trained=False),
+    tuned("tuned", "GPT-2, converted, trained on"),
+    tuned("tuned-frequency", "GPT-2, by frequency, trained on", by_frequency),
+    tuned("tuned-distilled", "GPT-2, by frequency, trained on and taught", by_frequency, 1.0),
+  ]
+  chosen = [one for one in every if s.rows is None or one.job.split("/")[1] in s.rows]
+  of_groups = lambda n: make(f"groups-{n}", lambda vocab, dim, _: GroupedHead(vocab, dim, n))
+  return chosen + [row(f"groups-{n}", f"{n:,} groups", of_groups(n)) for n in s.groups]
 
 
-EVERY = tuple(row.name for row in _ROWS)
 TABLE = ("gpt-2", "gpt-neo", "grouped")
 """Rows of the paper's Table 1."""
 
-FEW_GROUPS = tuple(
-  sorted(
-    min(ABLATED, key=lambda groups: abs(math.log(groups / wanted)))
-    for wanted in (6 * (FACTORED / 36) ** (i / 11) for i in range(12))
-  )
-)
-"""Twelve of `ABLATED` from 6 to FACTORED / 6, evenly spaced by ratio."""
-
 
 def _smoke() -> tuple[GroupedSetting, ...]:
-  folder, train = f"{RUNS}/smoke", Train(steps=4, batch=8, warmup=2, log_every=2, eval_every=4)
-  make = functools.partial(
-    language_model,
-    layers=2,
-    heads=2,
-    context=16,
-    data=Text(valid_fraction=0.005, test_fraction=0.005),
-    train=dataclasses.replace(train, save_every=4),
-  )
+  data = Text(valid_fraction=0.005, test_fraction=0.005)
+  train = Train(steps=4, batch=8, warmup=2, log_every=2, eval_every=4, save_every=4)
+  shape = {"layers": 2, "heads": 2, "context": 16}
+  make = functools.partial(language_model, data=data, train=train, **shape)
   small = functools.partial(make, tokenizer=BPETokenizer(vocab=300))
   wide = functools.partial(make, tokenizer=SpreadTokenizer(BPETokenizer(vocab=300), 1000))
-  tune = Train(steps=2, batch=8, warmup=1, log_every=1, eval_every=2, save_every=2)
+  tune = replace(train, steps=2, warmup=1, log_every=1, eval_every=2, save_every=2)
   return (
-    GroupedSetting("tiny-16", folder, small, 16, EVERY, tune, window=8, groups=(5, 60)),
-    GroupedSetting("wide", folder, wide, 16, ("grouped",)),
+    GroupedSetting("lm-16", small, 16, None, tune, window=8),
+    GroupedSetting("sizes", small, 16, (), groups=(5, 60)),
+    GroupedSetting("wide", wide, 16, ("grouped",)),
   )
 
 
 def _cpu() -> tuple[GroupedSetting, ...]:
-  folder = f"{RUNS}/cpu"
   make = functools.partial(language_model, context=128, data=Stories(most=100), train=SHORT)
   wide = functools.partial(make, tokenizer=SpreadTokenizer(GPT2, WIDE))
-  train = dataclasses.replace(SHORT, steps=150, batch=16, warmup=15, eval_every=150)
+  train = replace(SHORT, steps=150, batch=16, warmup=15, eval_every=150)
   shallow = functools.partial(make, train=train, layers=4, heads=2)
-  tune = dataclasses.replace(SHORT, steps=80, learning_rate=1.3e-3, warmup=8, eval_every=80)
+  tune = replace(SHORT, steps=80, learning_rate=1.3e-3, warmup=8, eval_every=80)
   return (
-    GroupedSetting("lm-128", folder, make, 128, EVERY, tune, window=64),
-    GroupedSetting("lm-64", folder, make, 64, (*TABLE, "shuffled"), window=64),
-    GroupedSetting("sizes", folder, shallow, 64, groups=FEW_GROUPS),
-    GroupedSetting("wide", folder, wide, 128, ("grouped",)),
+    GroupedSetting("lm-128", make, 128, None, tune, window=64),
+    GroupedSetting("lm-64", make, 64, (*TABLE, "shuffled"), window=64),
+    GroupedSetting("sizes", shallow, 64, (), groups=FEW_GROUPS),
+    GroupedSetting("wide", wide, 128, ("grouped",)),
   )
 
 
 def _paper() -> tuple[GroupedSetting, ...]:
-  folder = f"{RUNS}/paper"
-  fifth = dataclasses.replace(EPOCH, steps=EPOCH.steps // 5, learning_rate=EPOCH.learning_rate / 3)
-  half = dataclasses.replace(EPOCH, steps=EPOCH.steps // 2)
+  fifth = replace(EPOCH, steps=EPOCH.steps // 5, learning_rate=EPOCH.learning_rate / 3)
+  half = replace(EPOCH, steps=EPOCH.steps // 2)
   shallow = functools.partial(language_model, train=half, layers=4, heads=2)
   wide = functools.partial(language_model, tokenizer=SpreadTokenizer(GPT2, WIDE))
   return (
-    GroupedSetting("lm-128", folder, language_model, 128, EVERY, fifth),
-    GroupedSetting("lm-256", folder, language_model, 256, TABLE),
-    GroupedSetting("lm-512", folder, language_model, 512, TABLE),
-    GroupedSetting("sizes", folder, shallow, 64, groups=ABLATED),
-    GroupedSetting("wide", folder, wide, 128, ("grouped",)),
+    GroupedSetting("lm-128", language_model, 128, None, fifth),
+    GroupedSetting("lm-256", language_model, 256, TABLE),
+    GroupedSetting("lm-512", language_model, 512, TABLE),
+    GroupedSetting("sizes", shallow, 64, (), groups=ABLATED),
+    GroupedSetting("wide", wide, 128, ("grouped",)),
   )
 
 
-SCALES = {
-  scale: {s.name: s for s in settings}
-  for scale, settings in (("smoke", _smoke()), ("cpu", _cpu()), ("paper", _paper()))
+ROWS = {
+  scale: {row.job: row for s in settings() for row in rows(scale, s)}
+  for scale, settings in {"smoke": _smoke, "cpu": _cpu, "paper": _paper}.items()
 }
-"""Scale -> name -> setting."""
+"""Scale -> job -> row."""
 
-TOP = {"smoke": ("tiny-16", "wide"), "cpu": ("lm-128", "wide"), "paper": ("lm-128", "wide")}
-"""Scale -> settings whose grouped head's top-k is timed."""
+TINY = Grid(pattern=(0,), rotation=(0,), size=(2,), texture=(0,), opacity=(3,), border=(0,))
 
-PICTURES: dict[str, Make] = {
+PICTURES: dict[str, Callable[..., Experiment]] = {
   "smoke": functools.partial(
-    shapes_run,
-    grid=Grid(pattern=(0,), rotation=(0,), size=(2,), texture=(0,), opacity=(3,), border=(0,)),
-    steps=2,
-    train=dataclasses.replace(CPU_PICTURES, batch=8, log_every=1),
-    train_images=96,
-    held_out=8,
-    dim=8,
-    channels=(2, 2, 2),
+    shapes_run, grid=TINY, steps=2, train=CPU_PICTURES, dim=8, channels=(2, 2, 2)
   ),
   "cpu": functools.partial(shapes_run, grid=REDUCED, train=CPU_PICTURES),
   "paper": shapes_run,

@@ -12,14 +12,11 @@ colour, so that a pale colour differs from a strong transparent one. Noise cover
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
-
-from vqjax.ops.vocabulary import in_vocabulary
 
 NAMES = {
   "shape": ("circle", "square", "triangle", "pentagon", "hexagon", "octagon", "star", "cross"),
@@ -37,80 +34,11 @@ NAMES = {
 """Names of the values of each attribute, in the paper's order."""
 
 RADIX = tuple(len(names) for names in NAMES.values())
-"""Number of values of each attribute: 8, 4, 6, 12, 5, 2, 4 and 2."""
+"""Number of values of each attribute. They are the digits of a class, the border's changes fastest.
+"""
 
 NUM_CLASSES = math.prod(RADIX)
 """184,320, one class for each combination of values."""
-
-
-class Attributes(NamedTuple):
-  """The number of a value of each attribute, as arrays or integers."""
-
-  shape: Any
-  pattern: Any
-  rotation: Any
-  colour: Any
-  size: Any
-  texture: Any
-  opacity: Any
-  border: Any
-
-
-def attributes(class_index: Integer[Array | np.ndarray, "*B"] | int) -> Attributes:
-  """Return the attributes of classes, the digits of their numbers.
-
-  The border's digit changes fastest. Traced class numbers are not checked.
-
-  Raises:
-    ValueError: a number is outside [0, NUM_CLASSES).
-  """
-  left, digits = checked(class_index, NUM_CLASSES, "class_index"), []
-  for radix in reversed(RADIX):
-    digits.append(left % radix)
-    left = left // radix
-  return Attributes(*reversed(digits))
-
-
-def class_of(values: Attributes) -> Int[Array | np.ndarray, "*B"]:
-  """Return the class with these attributes, int32.
-
-  Raises:
-    ValueError: an attribute does not have the value.
-  """
-  total = 0
-  for (name, names), value in zip(NAMES.items(), values, strict=True):
-    total = total * len(names) + checked(value, len(names), name)
-  return total
-
-
-def caption(class_index: int) -> str:
-  """Return the class in words, such as "a medium red circle, striped, ..."."""
-  words = [names[int(at)] for names, at in zip(NAMES.values(), attributes(class_index))]
-  shape, pattern, rotation, colour, size, texture, opacity, border = words
-  noise = ", with noise" if texture == "noise" else ""
-  return (
-    f"a {size} {colour} {shape}, {pattern}, turned by {rotation}{noise}, opacity {opacity},"
-    f" {border} border"
-  )
-
-
-def checked(number: Any, count: int, name: str) -> Any:
-  """Return checked integers as int32, so that narrow types do not overflow later.
-
-  Raises:
-    ValueError: one is outside [0, count); traced values are not checked.
-    TypeError: they are not integers.
-  """
-  if not isinstance(number, jax.Array):
-    number = np.asarray(number)
-  if not np.issubdtype(number.dtype, np.integer):
-    raise TypeError(f"`{name}` must be integers; got {number.dtype}. Convert them.")
-  if not isinstance(number, jax.core.Tracer):
-    values = np.asarray(number)
-    outside = values[(values < 0) | (values >= count)]
-    if outside.size:
-      raise ValueError(f"`{name}` must be in [0, {count}); got {outside.flat[0]}. Correct it.")
-  return number.astype(np.int32)
 
 
 def _all(name: str) -> tuple[int, ...]:
@@ -138,24 +66,23 @@ class Grid:
   border: tuple[int, ...] = _all("border")
 
   def __post_init__(self):
-    for name, names in NAMES.items():
-      used = getattr(self, name)
-      if not used or len(set(used)) < len(used):
+    for name, used in dataclasses.asdict(self).items():
+      if not used or len(set(used)) < len(used) or not set(used) <= set(_all(name)):
         raise ValueError(
-          f"`grid.{name}` must have some values, each once; got {used}. Leave it out for all."
+          f"`grid.{name}` must have values in [0, {len(NAMES[name])}), each once; got {used}. Leave"
+          " it out for all."
         )
-      checked(used, len(names), f"grid.{name}")
 
   @property
   def num_classes(self) -> int:
     """The number of classes."""
-    return math.prod(len(getattr(self, name)) for name in NAMES)
+    return len(self.classes)
 
   @functools.cached_property
-  def classes(self) -> np.ndarray:
-    """The number of each class of the grid among all 184,320: int32 [num_classes]."""
-    used = [np.asarray(getattr(self, name), np.int32) for name in NAMES]
-    return np.asarray(class_of(Attributes(*np.meshgrid(*used, indexing="ij", copy=False)))).ravel()
+  def classes(self) -> Int[np.ndarray, "classes"]:
+    """The number of each class of the grid among all 184,320, int32."""
+    values = np.meshgrid(*dataclasses.astuple(self), indexing="ij")
+    return np.ravel_multi_index(values, RADIX).ravel().astype(np.int32)
 
 
 SIDE = 100
@@ -187,95 +114,56 @@ NOISE, SHADE, BORDER, DASHES = 0.2, 0.4, 1.2, 12
 """Amplitude of noise; brightness of the border; half its width in pixels; number of its dashes."""
 
 
-def _edges() -> np.ndarray:
-  """Five numbers a shape: sides, and two half-planes (angle, offset) of a sector.
+_STAR = np.angle((0.5 * np.exp(0.2j * np.pi) - 1) / 1j)
 
-  A point is turned and mirrored into the half sector of the first corner, which lies at (1, 0). A
-  circle is a polygon with enough sides to be exact to a tenth of a pixel.
+EDGES = np.array(
+  [
+    *([n, np.pi / n, np.cos(np.pi / n), np.pi / n, np.cos(np.pi / n)] for n in (64, 4, 3, 5, 6, 8)),
+    [5, _STAR, np.cos(_STAR), _STAR, np.cos(_STAR)],
+    [4, 0, 1, np.pi / 2, 0.35],  # an arm of the cross: x <= 1 and y <= 0.35
+  ],
+  np.float32,
+)
+"""Five numbers a shape: sides, and two half-planes (angle, offset) of a sector.
+
+A point is turned and mirrored into the half sector of the first corner, which lies at (1, 0). A
+circle is a polygon with enough sides to be exact to a tenth of a pixel.
+"""
+
+
+def draw(inputs: Integer[Array, "B 2"]) -> Float[Array, "B 100 100 3"]:
+  """Draw pictures by (class, number of the drawing), with red, green and blue in [0, 1].
+
+  The number moves the shape by up to 4 pixels, scales it by up to 3 %, tints the ground and draws
+  the noise; this never turns one class into another. The function for `ConvNet.images`.
   """
-  rows = []
-  for name in NAMES["shape"]:
-    if name == "cross":  # an arm: x <= 1 and y <= 0.35
-      rows.append([4, 0.0, 1.0, math.pi / 2, 0.35])
-    elif name == "star":
-      inner = 0.5 * np.exp(1j * math.pi / 5)
-      angle = float(np.angle((inner - 1) / 1j))
-      rows.append([5, angle, math.cos(angle), angle, math.cos(angle)])
-    else:
-      sides = {"circle": 64, "square": 4, "triangle": 3, "pentagon": 5, "hexagon": 6, "octagon": 8}
-      half = math.pi / sides[name]
-      rows.append([sides[name], half, math.cos(half), half, math.cos(half)])
-  return np.array(rows, np.float32)
-
-
-EDGES = _edges()
-
-
-def render(class_index: Integer[Array, "*B"], key: PRNGKeyArray) -> Float[Array, "*B 100 100 3"]:
-  """Draw pictures of classes, with red, green and blue in [0, 1].
-
-  The key of each moves the shape by up to 4 pixels, scales it by up to 3 %, tints the ground and
-  draws the noise; this never turns one class into another. Jitted; a traced class index that is out
-  of range gives a picture of nan.
-
-  Args:
-    class_index: numbers in [0, NUM_CLASSES), of any integer type.
-    key: an array of keys, one for each class index.
-
-  Raises:
-    ValueError: a class index is outside [0, NUM_CLASSES), or the keys have another shape.
-  """
-  if not isinstance(class_index, jax.core.Tracer):
-    class_index = jnp.asarray(checked(class_index, NUM_CLASSES, "class_index"))
-  if class_index.shape != key.shape:
-    raise ValueError(
-      f"`key` must have the shape {class_index.shape} of `class_index`; got {key.shape}. Use"
-      " jax.random.split."
-    )
-  return _render(class_index, key)
-
-
-def draw(inputs: Integer[Array, "*B 2"]) -> Float[Array, "*B 100 100 3"]:
-  """Draw pictures by (class index, number of the drawing), which make the key.
-
-  The function for `ConvNet.images`.
-  """
-  class_index, number = inputs[..., 0], inputs[..., 1]
   # Named, so that a picture does not depend on jax's settings.
   first = jax.random.key(0, impl="threefry2x32")
   key_of = lambda c, n: jax.random.fold_in(jax.random.fold_in(first, c), n)
-  keys = jax.vmap(key_of)(class_index.reshape(-1), number.reshape(-1))
-  return render(class_index, keys.reshape(class_index.shape))
-
-
-@jax.jit
-def _render(class_index, key):
-  valid, index = in_vocabulary(class_index, NUM_CLASSES)
-  images = jax.vmap(_picture)(index.reshape(-1), key.reshape(-1))
-  images = images.reshape(*class_index.shape, SIDE, SIDE, 3)
-  return jnp.where(valid[..., None, None, None], images, jnp.nan)
+  return jax.vmap(lambda c, n: _picture(c, key_of(c, n)))(inputs[:, 0], inputs[:, 1])
 
 
 def _picture(class_index: Int[Array, ""], key: PRNGKeyArray) -> Float[Array, "100 100 3"]:
   """Draw one picture: ground, fill, noise, then border and mark on top."""
-  own = attributes(class_index)
+  values = jnp.unravel_index(class_index, RADIX)
+  shape, pattern, rotation, colour, size, texture, opacity, border = values
   position_key, noise_key = jax.random.split(key)
   jitter = jax.random.uniform(position_key, (6,), minval=-1.0)
-  radius = jnp.asarray(RADIUS)[own.size] * (1 + SCALE * jitter[0])
-  x, y = _turned(own.rotation, POSITION * jitter[1:3])
+  radius = jnp.asarray(RADIUS)[size] * (1 + SCALE * jitter[0])
+  x, y = _turned(rotation, POSITION * jitter[1:3])
   rho, angle = jnp.hypot(x, y), jnp.arctan2(y, x)
-  distance = _distance(own.shape, rho, angle, radius)
+  distance = _distance(shape, rho, angle, radius)
   inside = _covered(-distance)
-  colour = jnp.asarray(COLOURS)[own.colour]
+  fill = jnp.asarray(COLOURS)[colour]
   ground = 1 - GROUND * (1 + jitter[3:6]) / 2
-  filled = inside * _pattern(own.pattern, x, y) * ((own.opacity + 1) / 4)
+  filled = inside * _pattern(pattern, x, y) * ((opacity + 1) / 4)
   grain = jax.random.uniform(noise_key, (SIDE, SIDE), minval=-NOISE, maxval=NOISE)
-  dash = jnp.where(own.border == 1, _covered(jnp.sin(DASHES * angle) * rho / DASHES), 1.0)
+  dash = jnp.where(border == 1, _covered(jnp.sin(DASHES * angle) * rho / DASHES), 1.0)
   mark = _covered(0.6 + 0.15 * radius - jnp.hypot(x - 0.45 * radius, y))
   ink = jnp.maximum(_covered(BORDER - jnp.abs(distance)) * dash, mark)
-  image = ground + filled[..., None] * (colour - ground)
-  image += (own.texture * inside * grain)[..., None]
-  image += ink[..., None] * (SHADE * colour - image)
+  image = ground + filled[..., None] * (fill - ground)
+  image += (texture * inside * grain)[..., None]
+  image += ink[..., None] * (SHADE * fill - image)
   return jnp.clip(image, 0, 1)
 
 

@@ -1,144 +1,130 @@
-"""Stories that a trained language model writes, and a judge's grades of them."""
+"""Stories that a trained language model writes, and a judge's grades of them.
 
-import functools
+The instrument is that of TinyStories (Eldan and Li, 2023): a judge reads the beginning of a story
+and a model's completion, assesses the completion in words, and then grades it.
+"""
+
+import itertools
+import os
 import pathlib
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import PRNGKeyArray
+import pandas as pd
+import pydantic
 
-from experiments.studies.grouped.judge import Judge, mean_grades
 from vqjax.convert import part_of
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import fit_tokenizer
 from vqjax.lab.starting_points import Distilled
 from vqjax.lab.training import read_run_variables
 from vqjax.lab.training.run_folder import load_text
-from vqjax.lm.models import LanguageModel
-from vqjax.lm.tokenizers import Tokenizer
+from vqjax.lm.generation import generate
+
+QUESTION = """\
+A student was given the beginning of a story and had to go on with it. Below is the whole text: \
+the symbol *** stands where the given beginning ends and the student's own part starts. The \
+beginning may break off in the middle of a sentence.
+
+STORY
+
+Judge the student's part alone, as a teacher of language would. First write a short assessment: is \
+the language correct, are there ideas of its own, does it go on from the beginning (its people, \
+places and events, and the sentence that was broken off), and does what happens make sense? Then \
+grade grammar, creativity, consistency with the beginning, and whether the plot makes sense, each \
+from 0 (worst) to 10 (best). Guess also how old the student is, by a group of years."""
+
+AGES = {"3 or under": 2.5, "4-5": 4.5, "6-7": 6.5, "8-9": 8.5, "10-12": 11, "13-16": 14.5}
+"""Age groups that a judge chooses from, in years, and their middles.
+
+TinyStories does not say how ages are computed from groups. The first spans two years here.
+"""
+
+GRADE = pydantic.Field(ge=0, le=10)
+
+
+class Assessment(pydantic.BaseModel):
+  """A judge's answer, in this order: the words come before the grades."""
+
+  assessment: str
+  grammar: float = GRADE
+  creativity: float = GRADE
+  consistency: float = GRADE
+  plot: float = GRADE
+  age_group: Literal[tuple(AGES)]
+
+  def grades(self) -> dict[str, float]:
+    """The grades from 0 to 10, and the middle of the age group in years."""
+    return self.model_dump(exclude={"assessment", "age_group"}) | {"age": AGES[self.age_group]}
+
+
+def assessed(url: str, model: str, stories: Iterable[tuple[str, str]]) -> list[dict[str, float]]:
+  """The grades of pairs of beginning and completion, without those that the judge did not give.
+
+  Args:
+    url: the address of an OpenAI-compatible endpoint, such as "http://127.0.0.1:8000/v1", whose
+      answers can follow a JSON schema. The key is that in $OPENAI_API_KEY, if any.
+    model: the endpoint's name of the model.
+    stories: the stories.
+  """
+  import openai  # takes seconds, and only the judge needs it
+
+  # A redirection would send the stories to another host.
+  http_client = openai.DefaultHttpxClient(follow_redirects=False)
+  key = os.environ.get("OPENAI_API_KEY") or "none"
+  client = openai.OpenAI(base_url=url, api_key=key, timeout=60, http_client=http_client)
+  grades = []
+  for beginning, completion in stories:
+    content = QUESTION.replace("STORY", f"{beginning}***{completion}", 1)
+    message = {"role": "user", "content": content}
+    try:
+      answer = client.chat.completions.parse(
+        model=model, messages=[message], temperature=0, response_format=Assessment
+      )
+    except (openai.LengthFinishReasonError, pydantic.ValidationError):
+      continue
+    parsed = answer.choices[0].message.parsed
+    grades += [] if parsed is None else [parsed.grades()]
+  return grades
 
 
 def graded(
-  experiment: Experiment, folder: pathlib.Path, settings: Mapping[str, Any], judge: Judge
+  experiment: Experiment, folder: pathlib.Path, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Mean grades of a model's completions of test stories.
 
   Args:
     experiment: the trained run; of a distilled model, the student writes.
     folder: its run folder.
-    settings: "stories", "tokens" and "temperature".
-    judge: grades the stories.
+    settings: "url" and "model" of the judge, the number of "stories", and the most "tokens" of a
+      completion; half of the model's context is for the beginning.
+
+  Returns:
+    {"result": {}, "grades": {aspect: mean}, "graded": number of stories with grades}.
   """
   tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
   model, variables = load_text(experiment).experiment.model, read_run_variables(folder)[0]
   if isinstance(model, Distilled):
     model, variables = model.student, part_of(variables, "student")
-  prompts = beginnings(experiment.data.documents("test"), tokenizer, settings["stories"])
-  completions = complete(
+  texts, room = (
+    beginnings(experiment.data.documents("test"), settings["stories"]),
+    model.context // 2,
+  )
+  written = generate(
     model,
     variables,
-    prompts,
+    [tokenizer.encode(text, special=False)[-room:] for text in texts],
     jax.random.key(0),
-    tokens=settings["tokens"],
-    temperature=settings["temperature"],
-    eos=tokenizer.eos[0],
+    max_tokens=min(settings["tokens"], room),
+    tokenizer=tokenizer,
+    log_probs=False,
   )
-  texts = [(tokenizer.decode(a), tokenizer.decode(b)) for a, b in zip(prompts, completions)]
-  return {"result": {}, **mean_grades(judge, texts), "first": texts[0]}
+  grades = assessed(settings["url"], settings["model"], zip(texts, written.texts, strict=True))
+  return {"result": {}, "grades": pd.DataFrame(grades).mean().to_dict(), "graded": len(grades)}
 
 
-def beginnings(documents: Iterable[str], tokenizer: Tokenizer, count: int) -> list[list[int]]:
-  """Tokens of the first half, in whole words, of each of the first `count` stories.
-
-  The text is halved, not its tokens, so that models with different tokenizers get the same
-  beginnings. A story of a single word is skipped.
-
-  Raises:
-    ValueError: there are fewer than `count` stories.
-  """
-  prompts: list[list[int]] = []
-  for document in documents:
-    document = document.strip()
-    half = document[: len(document) // 2 + 1]
-    # The blank belongs to the word behind it: a byte-pair tokenizer has the two as one token.
-    match = re.match(r"(.+)\s", half, re.DOTALL) or re.match(r"(\S+)\s", document)
-    if match:
-      prompts.append(tokenizer.encode(match[1].rstrip(), special=False))
-    if len(prompts) == count:
-      return prompts
-  raise ValueError(f"`count` must be in [1, {len(prompts)}], the number of stories; got {count}.")
-
-
-def complete(
-  model: LanguageModel,
-  variables: dict[str, Any],
-  prompts: Sequence[Sequence[int]],
-  key: PRNGKeyArray,
-  *,
-  tokens: int,
-  eos: int,
-  temperature: float = 1.0,
-  top_k: int | None = None,
-) -> list[list[int]]:
-  """Completions of prompts, without the prompts, up to the first `eos` token.
-
-  Each token is sampled from the head's exact distribution given the last `context` tokens, for
-  which the whole window is computed again. The result is a function of the key.
-
-  Args:
-    model: a model with `hidden`, `context` and a head with `sample`.
-    variables: the model's variables, such as `training.read_variables` returns.
-    prompts: at least one token each; of a long prompt the last `context` tokens count.
-    key: source of randomness.
-    tokens: most tokens of a completion.
-    eos: the token that ends a story.
-    temperature: divides the logits; 0 takes the most likely token.
-    top_k: sample from the k most likely tokens; None: from all.
-
-  Raises:
-    ValueError: `prompts` or `tokens` is empty, a token is outside the vocabulary, or the model's
-      scores are not finite.
-  """
-  if tokens < 1:
-    raise ValueError(f"`tokens` must be at least 1; got {tokens}.")
-  if not prompts:
-    raise ValueError("`prompts` must have at least one prompt; got none.")
-  for number, prompt in enumerate(prompts):
-    if not len(prompt) or min(prompt) < 0 or max(prompt) >= model.head.vocab:
-      got = f"{min(prompt)} to {max(prompt)}" if len(prompt) else "none"
-      raise ValueError(
-        f"`prompts` must have at least one token each, in [0, {model.head.vocab}); got {got} in"
-        f" prompt {number}."
-      )
-  # Where no row fills the context, what lies beyond the rows is not computed.
-  width = min(model.context, max(map(len, prompts)) + tokens)
-  # A recurrent state is that of the last training batch.
-  variables = {name: tree for name, tree in variables.items() if name != "carry"}
-
-  def sample(model, window_BT, length_B, key):
-    # No position attends to later ones, so the padding does not matter.
-    hidden_BTD = model.hidden(window_BT)
-    last_BD = jnp.take_along_axis(hidden_BTD, (length_B - 1)[:, None, None], axis=1)[:, 0]
-    return model.head.sample(last_BD, key, temperature, top_k)
-
-  step = jax.jit(functools.partial(model.apply, method=sample))
-  completions: list[list[int]] = [[] for _ in prompts]
-  for index in range(tokens):
-    ends = [[*prompt, *row][-width:] for prompt, row in zip(prompts, completions, strict=True)]
-    window_BT = np.array([end + [0] * (width - len(end)) for end in ends], np.int32)
-    length_B = np.array([len(end) for end in ends], np.int32)
-    token_B = np.asarray(step(variables, window_BT, length_B, jax.random.fold_in(key, index)))
-    if token_B.min() < 0:
-      raise ValueError(
-        f"`variables` must give finite scores; got NaN after prompt {int(token_B.argmin())}. Use a"
-        " run that did not diverge."
-      )
-    for row, token in zip(completions, token_B.tolist(), strict=True):
-      row.append(token)
-    if all(eos in row for row in completions):
-      break
-  return [row[: row.index(eos)] if eos in row else row for row in completions]
+def beginnings(documents: Iterable[str], count: int) -> list[str]:
+  """The first half, in words, of each of the first `count` stories of several words."""
+  halves = (words[: len(words) // 2] for words in map(str.split, documents))
+  return [" ".join(half) for half in itertools.islice(filter(None, halves), count)]

@@ -1,129 +1,101 @@
-"""Completions of stories against the model's own distribution, token by token."""
+"""Stories of a model, and a judge behind a local server."""
 
-import jax
-import numpy as np
+import contextlib
+import http.server
+import json
+import threading
+
+import openai
 import pytest
 
-from experiments.studies.grouped.stories import beginnings, complete
-from tests import jitted
-from vqjax import DenseEmbedding, DenseHead
-from vqjax.lab.data import BPETokenizer, WordTokenizer
-from vqjax.lm.models import Transformer
+from experiments.studies.grouped.stories import assessed, beginnings
 
-VOCAB, CONTEXT = 23, 7
-PROMPTS = [[3], [5, 1, 4, 1, 2], list(range(11))]
-NEVER = -7
-"""An `eos` that no model samples."""
+GRADES = {"grammar": 8, "creativity": 7.5, "consistency": 7, "plot": 6}
+ANSWER = {"assessment": "The language is good."} | GRADES | {"age_group": "10-12"}
+KEPT = GRADES | {"age": 11}
 
 
-@pytest.fixture(scope="module")
-def trained():
-  """A decoder with weights large enough for its most likely tokens to vary."""
-  model = Transformer(
-    *(DenseEmbedding(VOCAB, 8), DenseHead(VOCAB, 8), 8), layers=1, heads=2, context=CONTEXT
-  )
-  variables = jitted.init(model, jax.random.key(0), np.zeros((1, CONTEXT), np.int32))
-  return model, jax.tree.map(lambda x: 3 * np.asarray(x) + 0.1, variables)
+def test_a_beginning_is_the_first_half_in_words_of_a_story_of_several():
+  stories = ["Once upon a time there was.", "Lone", "", "Tom\n\nran a long way."]
+  assert beginnings(iter(stories), 1) == ["Once upon a"]
+  assert beginnings(stories, 3) == ["Once upon a", "Tom ran"]
 
 
-@pytest.fixture(scope="module")
-def scores(trained):
-  """Tokens -> float64 logits of the next token, of one row at full length."""
+@contextlib.contextmanager
+def endpoint(replies):
+  """The URL of a server that gives each reply (status, body) once, and the requests to it."""
+  requests, left = [], list(replies)
 
-  def call(row):
-    seen = row[-CONTEXT:]
-    filled = np.array([seen + [VOCAB - 1] * (CONTEXT - len(seen))])
-    return np.asarray(jitted.apply(*trained, filled), np.float64)[0, len(seen) - 1]
+  class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+      body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+      requests.append((self.path, self.headers, body))
+      status, value = left.pop(0)
+      content = json.dumps(value).encode()
+      self.send_response(status)
+      for name, text in {"Content-Length": str(len(content)), "Location": "/v2"}.items():
+        self.send_header(name, text)
+      self.send_header("Content-Type", "application/json")
+      self.end_headers()
+      self.wfile.write(content)
 
-  return call
+    def log_message(self, *arguments):
+      pass
 
-
-@pytest.mark.slow
-def test_greedy_tokens_depend_on_no_other_prompt_or_shorter_window_and_stop_at_eos(trained, scores):
-  greedy = []
-  for prompt in PROMPTS:
-    row = list(prompt)
-    for _ in range(6):
-      row.append(int(np.argmax(scores(row))))
-    greedy.append(row[len(prompt) :])
-  write = lambda prompts, tokens, eos: complete(
-    *trained, prompts, jax.random.key(1), tokens=tokens, eos=eos, temperature=0
-  )
-  assert len({token for row in greedy for token in row}) > 3
-  assert write(PROMPTS, 6, NEVER) == greedy
-  # A window that is shorter than the context.
-  assert write(PROMPTS[:1], 3, NEVER) == [greedy[0][:3]]
-  end = greedy[1][2]
-  cut = [row[: row.index(end)] if end in row else row for row in greedy]
-  assert min(map(len, cut)) < 6
-  assert write(PROMPTS, 6, end) == cut
+  with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", requests
+    server.shutdown()
 
 
-def test_invalid_arguments_and_a_model_that_diverged_are_named(trained):
-  model, variables = trained
-  diverged = jax.tree.map(lambda x: x * np.nan, variables)
-  for given, prompts, tokens, names in (
-    (variables, [], 3, "`prompts`"),
-    (variables, [[1], []], 3, "`prompts`.*prompt 1"),
-    (variables, [[1, 23]], 3, "`prompts`.*23 in prompt 0"),
-    (variables, [[-1]], 3, "`prompts`.*-1"),
-    (variables, [[1]], 0, "`tokens`.*0"),
-    (diverged, [[1]], 1, r"`variables`.*prompt 0"),
-  ):
-    with pytest.raises(ValueError, match=names):
-      complete(model, given, prompts, jax.random.key(0), tokens=tokens, eos=NEVER)
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+  monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the requests of a client
+  monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+  monkeypatch.setenv("OPENAI_API_KEY", "secret")
 
 
-@pytest.mark.slow
-def test_completions_are_a_function_of_the_key(trained):
-  options = {"tokens": 12, "eos": NEVER, "top_k": 5}
-  first, again, other = (
-    complete(*trained, PROMPTS[:2], jax.random.key(seed), **options) for seed in (2, 2, 3)
-  )
-  assert first == again
-  assert first != other
-  assert [len(row) for row in first] == [12, 12]
+def reply(answer, **choice):
+  content = answer if isinstance(answer, str) else json.dumps(answer)
+  message = {"role": "assistant", "content": content}
+  choice = {"index": 0, "finish_reason": "stop", "message": message} | choice
+  return 200, {"id": "1", "object": "chat.completion", "created": 0, "model": "m"} | {
+    "choices": [choice]
+  }
 
 
-def test_samples_have_the_heads_probabilities(trained, scores):
-  expected = np.exp(scores(PROMPTS[1]) / 0.7)
-  expected /= expected.sum()
-  rows = 4000
-  drawn = complete(
-    *trained, [PROMPTS[1]] * rows, jax.random.key(4), tokens=1, eos=NEVER, temperature=0.7
-  )
-  share = np.bincount(np.ravel(drawn), minlength=VOCAB) / rows
-  # Five standard deviations of a share.
-  assert np.all(np.abs(share - expected) <= 5 * np.sqrt(expected * (1 - expected) / rows) + 1e-9)
+def test_a_request_has_the_story_and_the_form_of_the_answer():
+  with endpoint([reply(ANSWER)]) as (url, requests):
+    assert assessed(url, "teacher", [("Once {upon}", " a %s time.")]) == [KEPT]
+  [(path, headers, body)] = requests
+  assert path == "/v1/chat/completions"
+  assert headers["Authorization"] == "Bearer secret"
+  assert (body["model"], body["temperature"]) == ("teacher", 0)
+  assert "\nOnce {upon}*** a %s time.\n" in body["messages"][0]["content"]
+  schema = body["response_format"]["json_schema"]["schema"]
+  assert list(schema["properties"]) == list(ANSWER)
 
 
-STORIES = [
-  "Once upon a time there was.",
-  "Lone",
-  "",
-  "Tom\n\nran a long way.",
-  "overmuch it",
-]
-HALVES = ["Once upon a", "Tom\n\nran a", "overmuch"]
+@pytest.mark.parametrize(
+  "wrong",
+  [
+    reply(ANSWER | {"plot": 11}),
+    reply(ANSWER | {"grammar": "good"}),
+    reply(ANSWER | {"age_group": "17-20"}),
+    reply("Lovely!"),
+    reply(ANSWER, finish_reason="length"),
+  ],
+)
+def test_an_answer_without_grades_is_left_out(wrong):
+  with endpoint([wrong, reply(ANSWER)]) as (url, _):
+    assert assessed(url, "teacher", [("Once", " upon."), ("Twice", " upon.")]) == [KEPT]
 
 
-@pytest.mark.parametrize("tokenizer", [WordTokenizer(), BPETokenizer(260)])
-def test_a_beginning_is_the_first_half_in_whole_words(tokenizer):
-  tokenizer = tokenizer.fit(lambda: STORIES)
-  prompts = beginnings(iter(STORIES), tokenizer, 3)
-  assert prompts == [tokenizer.encode(half, special=False) for half in HALVES]
-  assert beginnings(iter(STORIES), tokenizer, 1) == prompts[:1]
-  with pytest.raises(ValueError, match=r"`count`.*\[1, 3\].*4"):
-    beginnings(STORIES, tokenizer, 4)
-  with pytest.raises(ValueError, match=r"`count`.*0"):
-    beginnings(STORIES, tokenizer, 0)
-
-
-def test_byte_pairs_of_beginning_and_rest_spell_the_story():
-  tokenizer = BPETokenizer(270).fit(lambda: STORIES)
-  prompts = beginnings(STORIES, tokenizer, 2)
-  whole = [tokenizer.encode(STORIES[place], special=False) for place in (0, 3)]
-  rest = [tokens[len(prompt) :] for tokens, prompt in zip(whole, prompts)]
-  assert [prompt + end for prompt, end in zip(prompts, rest)] == whole
-  texts = [(tokenizer.decode(a), tokenizer.decode(b)) for a, b in zip(prompts, rest)]
-  assert texts == [("Once upon a", " time there was."), ("Tom\n\nran a", " long way.")]
+def test_a_temporary_failure_is_retried_and_a_refusal_or_another_address_is_not():
+  with endpoint([(503, "starting"), reply(ANSWER)]) as (url, _):
+    assert assessed(url, "teacher", [("Once", " upon.")]) == [KEPT]
+  for status in (401, 302):
+    with endpoint([(status, "no")]) as (url, requests):
+      with pytest.raises(openai.APIStatusError, match=str(status)):
+        assessed(url, "teacher", [("Once", " upon."), ("Twice", " upon.")])
+      assert len(requests) == 1
