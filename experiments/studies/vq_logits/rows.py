@@ -39,12 +39,8 @@ class VQLogitsRow:
 
 def rows(s: VQLogitsSetting) -> list[VQLogitsRow]:
   """Every row of a setting, each after those that it needs."""
-  listed = main_rows(s)
-  if s.ablations:
-    listed += _ablations(s)
-  if s.further:
-    listed += [*_codebooks(s), *_other_heads(s)]
-  return listed
+  ablations = _ablations(s) if s.ablations else []
+  return main_rows(s) + ablations + ([*_codebooks(s), *_other_heads(s)] if s.further else [])
 
 
 def _scratch(
@@ -126,17 +122,17 @@ def _ablations(s: VQLogitsSetting) -> list[VQLogitsRow]:
 
 def _codebooks(s: VQLogitsSetting) -> list[VQLogitsRow]:
   """Other assignments of tokens to codes, and other ways to train a codebook."""
-  k, small, steps, to = s.codes[-1], 460, s.fine_tune.steps, convert.ToCodebook
+  k, steps, to = s.codes[-1], s.fine_tune.steps, convert.ToCodebook
   codebook = functools.partial(heads.CodebookHead, V, s.dim, dtype=s.dtype)
-  plain, bias = codebook(k), codebook(k, token_bias=True)
-  commitment = codebook(k, token_bias=True, commitment=0.25)
+  plain, bias, small = codebook(k), codebook(k, token_bias=True), codebook(460, token_bias=True)
+  commitment = bias.clone(commitment=0.25)
   learned = heads.LearnedCodebookHead(V, s.dim, k, token_bias=True, anneal=steps * 2 // 3)
-  bins, to_learned = convert.FrequencyBins(equal_mass=True), convert.ToLearnedCodebook(WEIGHTED)
+  mass, to_learned = convert.FrequencyBins(equal_mass=True), convert.ToLearnedCodebook(WEIGHTED)
   # Tokens move in the first two thirds of the fine-tuning; then the codebook settles.
   every = max(1, steps // 6)
   recluster = Recluster(every, 4 * every)
-  row = lambda name, label, *arguments, **options: _converted(
-    s, f"{name}-{k}", f"K={k}, {label}", *arguments, **options
+  row = lambda name, label, head, *target, **options: _converted(
+    s, f"{name}-{head.codes}", f"K={head.codes}, {label}", head, *target, **options
   )
   return [
     row("bias", "k-means, + bias", bias, to(convert.KMeans())),
@@ -146,14 +142,8 @@ def _codebooks(s: VQLogitsSetting) -> list[VQLogitsRow]:
     row("alone-bias", "half alone, + bias", bias, to(ALONE)),
     row("balanced-bias", "balanced, + bias", bias, to(convert.Balanced())),
     row("brown-bias", "exchange on bigrams, + bias", bias, to(BROWN)),
-    _converted(
-      s,
-      f"brown-bias-{small}",
-      f"K={small}, exchange on bigrams, + bias",
-      codebook(small, token_bias=True),
-      to(BROWN),
-    ),
-    row("mass-bias", "bins of equal mass, + bias", bias, to(bins)),
+    row("brown-bias", "exchange on bigrams, + bias", small, to(BROWN)),
+    row("mass-bias", "bins of equal mass, + bias", bias, to(mass)),
     row("distilled", "half alone, + bias, distilled", bias, to(ALONE), distillation=1.0),
     row("commitment", "half alone, + bias, commitment 0.25", commitment, to(ALONE)),
     row("reclustered", "weighted, + bias, re-clustered", bias, to(WEIGHTED), recluster),
