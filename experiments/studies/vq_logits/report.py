@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -39,21 +39,6 @@ FIXED = {"gumbel-1024": "weighted-bias-1024", "product-learned": "product"}
 
 OFF_PAGE = "weighted-1024", "alone-1024", "commitment-1024", "product-distilled", "vq-512", "vq-256"
 """Conversions that only the CSV file has: near others, or in Table 10."""
-
-Columns = Mapping[str, tuple[str, Callable[[float], str]]]
-"""Title of a column -> key of its numbers, and their format."""
-
-SPEED = {
-  "ms": ("seconds", units.milliseconds),
-  "times faster": ("times_faster", units.ratio),
-  "MiB": ("temp_bytes", lambda size: f"{size / 2**20:,.1f}"),
-}
-KMEANS = {
-  "seconds": ("seconds", units.fixed(0)),
-  "processor seconds": ("cpu_seconds", units.fixed(0)),
-  "memory": ("memory_bytes", units.size),
-  "inertia": ("inertia", units.fixed(0)),
-}
 
 PRINTED = pathlib.Path(__file__).with_name("paper.csv")
 PAPER = study_page.read_paper(PRINTED)
@@ -149,28 +134,34 @@ def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
   return {name: f.drop(columns=["paper", "floor, best bias"]) for name, f in frames.items()}
 
 
-def _bench_table(rows: Mapping[str, Mapping[str, Any]], columns: Columns) -> pd.DataFrame:
-  """Rows of a benchmark as text, by `columns`: title -> (key, format)."""
-  return pd.DataFrame(
-    {"run": name} | {title: show(row[key]) for title, (key, show) in columns.items()}
-    for name, row in rows.items()
-  )
-
-
 def speed_table(speed: Mapping[str, Any]) -> pd.DataFrame:
   """Times and temporaries of the benchmark `codebook`, beside the paper's speed."""
   theirs = {
     f"codebook K={row.removeprefix('vq-')}": f"{float(cells['speedup']):.1f}×"
     for row, cells in PAPER["Table 1"].items()
   }
-  kinds = {"log-probabilities": "forward", "loss and gradient": "training"}
-  parts = [
-    _bench_table(speed[key], {f"{kind}, {title}": show for title, show in SPEED.items()})
-    for kind, key in kinds.items()
-  ]
-  table = parts[0].merge(parts[1])
-  table.insert(1, "paper, times faster", table["run"].map(theirs))
-  return table
+  names = list(speed["forward"])
+  columns = {"run": names, "paper, times faster": [theirs.get(name) for name in names]}
+  for kind, key in {"log-probabilities": "forward", "loss and gradient": "training"}.items():
+    cells = [speed[key][name] for name in names]
+    columns[f"{kind}, ms"] = [units.milliseconds(cell["seconds"]) for cell in cells]
+    columns[f"{kind}, times faster"] = [units.ratio(cell["times_faster"]) for cell in cells]
+    columns[f"{kind}, MiB"] = [f"{cell['temp_bytes'] / 2**20:,.1f}" for cell in cells]
+  return pd.DataFrame(columns)
+
+
+def kmeans_table(rows: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
+  """The numbers that the benchmark `kmeans` writes."""
+  return pd.DataFrame(
+    {
+      "run": name,
+      "seconds": f"{row['seconds']:,.0f}",
+      "processor seconds": f"{row['cpu_seconds']:,.0f}",
+      "memory": units.size(row["memory_bytes"]),
+      "inertia": f"{row['inertia']:,.0f}",
+    }
+    for name, row in rows.items()
+  )
 
 
 def bytes_figure(points: pd.DataFrame) -> Figure:
@@ -244,7 +235,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   frames = {
     **shown_tables(results, "cpu"),
     "table-3": speed_table(speed),
-    "kmeans": _bench_table(study_page.bench(docs, "kmeans")["data"]["mixture"]["rows"], KMEANS),
+    "kmeans": kmeans_table(study_page.bench(docs, "kmeans")["data"]["mixture"]["rows"]),
   }
   blocks = {name: markdown(frame) for name, frame in frames.items()}
   shape, origin = speed["sizes"]["shape"], speed["provenance"]

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.studies.vq_logits.recluster import Recluster
 from experiments.studies.vq_logits.settings import VQLogitsSetting
@@ -20,21 +19,17 @@ ALONE = convert.KMeans(power=1.0, alone=0.5)
 BROWN = convert.Brown(token_bias=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class VQLogitsRow:
-  """A row of the tables of one setting.
+class VQLogitsRow(NamedTuple):
+  """A row of the tables of one setting: its label there, its run, and the rows it starts from."""
 
-  Attributes:
-    name: name of the row; its runs are called "SETTING/NAME".
-    label: the row's label in tables.
-    experiment: seed -> the experiment.
-    needs: names of the rows whose runs it starts from; empty for training from scratch.
-  """
-
-  name: str
   label: str
-  experiment: Callable[[int], Experiment]
+  experiment: Experiment
   needs: tuple[str, ...] = ()
+
+  @property
+  def name(self) -> str:
+    """The row's name; its runs are called "SETTING/NAME"."""
+    return self.experiment.name
 
 
 def rows(s: VQLogitsSetting) -> list[VQLogitsRow]:
@@ -48,14 +43,9 @@ def _scratch(
 ) -> VQLogitsRow:
   """A head trained from scratch for the steps of a dense run and its fine-tuning."""
   steps = s.dense.train.steps + s.fine_tune.steps
-  made = dataclasses.replace(
-    s.dense,
-    name=name,
-    model=s.dense.model.clone(head=head),
-    train=dataclasses.replace(s.dense.train, steps=steps, eval_every=steps, save_every=steps),
-    init_from=init_from,
-  )
-  return VQLogitsRow(name, label, lambda seed: dataclasses.replace(made, seed=seed))
+  train = dataclasses.replace(s.dense.train, steps=steps, eval_every=steps, save_every=steps)
+  own = {"name": name, "model": s.dense.model.clone(head=head), "train": train}
+  return VQLogitsRow(label, dataclasses.replace(s.dense, init_from=init_from, **own))
 
 
 def _converted(
@@ -68,29 +58,22 @@ def _converted(
   **options: Any,
 ) -> VQLogitsRow:
   """A head computed from the dense run's weights, then fine-tuned."""
-
-  def experiment(seed: int) -> Experiment:
-    dense, folder = dataclasses.replace(s.dense, seed=seed), s.path("dense", seed)
-    more = {"name": name, "train": s.fine_tune, **options}
-    made = starting_points.converted(dense, folder, head, target, **more)
-    return dataclasses.replace(made, recluster=recluster)
-
-  return VQLogitsRow(name, label, experiment, needs=("dense",))
+  options |= {"name": name, "train": s.fine_tune}
+  made = starting_points.converted(s.dense, s.path("dense"), head, target, **options)
+  return VQLogitsRow(label, dataclasses.replace(made, recluster=recluster), needs=("dense",))
 
 
 def main_rows(s: VQLogitsSetting) -> list[VQLogitsRow]:
   """The rows of the paper's Tables 1, 9 and 10."""
-  before = lambda seed: dataclasses.replace(s.dense, seed=seed)
-  tuned = lambda seed: dataclasses.replace(
-    before(seed), name="full", train=s.fine_tune, init_from=FromRun(s.path("dense", seed))
-  )
+  start = FromRun(s.path("dense"))
+  tuned = dataclasses.replace(s.dense, name="full", train=s.fine_tune, init_from=start)
   full, as_paper = s.dense.model.head, convert.ToCodebook(convert.KMeans())
   adaptive = heads.AdaptiveHead(V, s.dim, s.cutoffs, dtype=s.dtype)
   low_rank = heads.LowRankHead(V, s.dim, s.rank)
   codebooks = {k: heads.CodebookHead(V, s.dim, k, dtype=s.dtype) for k in s.codes}
   return [
-    VQLogitsRow("dense", "Full softmax, before fine-tuning", before),
-    VQLogitsRow("full", "Full softmax", tuned, needs=("dense",)),
+    VQLogitsRow("Full softmax, before fine-tuning", s.dense),
+    VQLogitsRow("Full softmax", tuned, needs=("dense",)),
     _scratch(s, "full-scratch", "Full softmax, from scratch", full),
     _scratch(s, "adaptive", "Adaptive softmax", adaptive),
     _scratch(s, "low-rank", f"Low-rank ({s.rank})", low_rank),

@@ -69,9 +69,9 @@ class VQLogitsSetting:
     """Data type of the computation."""
     return self.dense.model.dtype
 
-  def path(self, row: str, seed: int) -> str:
+  def path(self, row: str) -> str:
     """The run folder of a row."""
-    return f"runs/vq/{self.scale}/{self.name}/{row}-{seed}"
+    return f"runs/vq/{self.scale}/{self.name}/{row}-{self.dense.seed}"
 
 
 def _lasting(train: Train, steps: int) -> Train:
