@@ -2,8 +2,7 @@
 
 The scale `paper` has the paper's sizes, for a GPU or TPU: an epoch of the whole of TinyStories.
 At the scale `cpu` a model is as deep and as wide, but reads slices of TinyStories for some minutes,
-128 tokens at a time; GPT-Neo's local attention sees half of them, as in the paper. The scale
-`smoke` takes seconds.
+128 tokens at a time; GPT-Neo's local attention sees half of them, as in the paper.
 """
 
 import dataclasses
@@ -16,11 +15,10 @@ from typing import Any
 
 from configs.grouped import shapes as picture_shapes
 from configs.grouped.lm import EPOCH, GPT2, WINDOW, dense, grouped, language_model
-from experiments.studies.grouped.shapes import Grid
 from vqjax import Embedding, GroupedHead, Head, UnsharedGroupedHead, convert
 from vqjax.lab import starting_points
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import BPETokenizer, Stories, Text, TokenizerRecipe
+from vqjax.lab.data import Stories, TokenizerRecipe
 from vqjax.lab.data.tokenizer_recipes import Documents
 from vqjax.lab.training import FromRun
 from vqjax.lm.tokenizers import Tokenizer
@@ -227,24 +225,6 @@ def of_pictures(folder: str, **fields: Any) -> list[GroupedRow]:
   return [GroupedRow(f"{folder}/{name}", f"CNN, {name}", run(name)) for name in heads]
 
 
-def _smoke(at: str) -> list[GroupedRow]:
-  data = Text(valid_fraction=0.005, test_fraction=0.005)
-  train = Train(steps=4, batch=8, warmup=2, log_every=2, eval_every=4, save_every=4)
-  shape = {"layers": 2, "heads": 2, "context": 16}
-  make = functools.partial(language_model, data=data, train=train, **shape)
-  small = functools.partial(make, tokenizer=BPETokenizer(vocab=300))
-  wide = functools.partial(make, tokenizer=SpreadTokenizer(BPETokenizer(vocab=300), 1000))
-  tune = replace(train, steps=2, warmup=1, log_every=1, eval_every=2, save_every=2)
-  grid = Grid(pattern=(0,), rotation=(0,), size=(2,), texture=(0,), opacity=(3,), border=(0,))
-  tiny = {"grid": grid, "steps": 2, "train": picture_shapes.CPU, "dim": 8, "channels": (2, 2, 2)}
-  return [
-    *language_models(f"{at}/lm-16", small, 16, tune, window=8),
-    *by_groups(f"{at}/sizes", small, (5, 60)),
-    *some(("grouped",), f"{at}/wide", wide, 16),
-    *of_pictures(f"{at}/pictures", **tiny),
-  ]
-
-
 def _cpu(at: str) -> list[GroupedRow]:
   make = functools.partial(language_model, context=128, data=Stories(most=100), train=SHORT)
   wide = functools.partial(make, tokenizer=SpreadTokenizer(GPT2, WIDE))
@@ -278,6 +258,6 @@ def _paper(at: str) -> list[GroupedRow]:
 
 ROWS = {
   scale: {row.job: row for row in rows(f"runs/grouped/{scale}")}
-  for scale, rows in {"smoke": _smoke, "cpu": _cpu, "paper": _paper}.items()
+  for scale, rows in {"cpu": _cpu, "paper": _paper}.items()
 }
 """Scale -> job -> row."""
