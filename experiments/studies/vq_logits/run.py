@@ -10,7 +10,6 @@ A stopped run is resumed. Results are kept in results.jsonl; the page docs/resul
 prose with generated tables and figures, which --scale cpu and --render rewrite.
 """
 
-import collections
 import functools
 import pathlib
 from collections.abc import Sequence
@@ -21,9 +20,9 @@ import numpy as np
 from experiments.studies.study import PaperStudy
 from experiments.studies.vq_logits import report
 from experiments.studies.vq_logits.rows import VQLogitsRow, rows
-from experiments.studies.vq_logits.settings import SCALES, VQLogitsSetting
+from experiments.studies.vq_logits.settings import SCALES, SEEDS, VQLogitsSetting
 from experiments.studies.words import single_tokens
-from vqjax import CodebookHead, LearnedCodebookHead, assign, convert
+from vqjax import CodebookHead, assign
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import encode_split, fit_tokenizer
@@ -31,86 +30,44 @@ from vqjax.lab.study.jobs import StudyJob, training_job
 from vqjax.lab.training import read_run_variables
 from vqjax.lm.tokenizers import Tokenizer
 
-SHOWN_WORDS = 10
-"""Number of further words of a code that Table 8 shows."""
-
-
-def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, float] | None:
-  """Lowest test perplexities that a codebook allows, without and with a token bias.
-
-  A learned assignment is that of the highest choices. Returns None for heads whose tokens do not
-  share the scores of codes.
-  """
-  head = experiment.model.head
-  if not isinstance(head, (CodebookHead, LearnedCodebookHead)):
-    return None
-  variables, _ = read_run_variables(folder)
-  if isinstance(head, LearnedCodebookHead):
-    own = convert.frozen(convert.part_of(variables, "head"))
-    variables = convert.with_part(variables, "head", own)
-  codes = variables["codes"]
-  # A distilled model has its head in "student", and a tied head its codes in the embedding.
-  codes = codes.get("student", codes)
-  assignment = codes.get("head", codes.get("embedding", {}))["assignment"]
-  tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
-  test = encode_split(experiment.data, tokenizer, "test")
-  counts = np.bincount(np.asarray(test.tokens), minlength=len(assignment))
-  floor = functools.partial(assign.floor, assignment, counts, codes=int(assignment.max()) + 1)
-  uniform = floor(token_bias=False)
-  return {
-    "uniform": uniform.perplexity,
-    "bias": floor(token_bias=True).perplexity,
-    "largest_code": int(uniform.sizes.max()),
-    "dead_codes": len(uniform.dead),
-  }
-
-
 CLUSTERED = "wikitext/vq-1024"
 """The run whose words on one code are kept."""
 
 
-def clusters(experiment: Experiment, folder: pathlib.Path) -> list[dict[str, Any]]:
-  """The code that holds most words of each row of Table 8."""
-  variables, _ = read_run_variables(folder)
-  assignment = variables["codes"]["head"]["assignment"]
-  tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
-  train = encode_split(experiment.data, tokenizer, "train")
-  counts = np.bincount(np.asarray(train.tokens), minlength=len(assignment))
-  return [
-    shared_code(tokenizer, assignment, counts, row["words"].split())
-    for row in report.PAPER["Table 8"].values()
-  ]
-
-
-def shared_code(
-  tokenizer: Tokenizer, assignment: np.ndarray, counts: np.ndarray, words: Sequence[str]
-) -> dict[str, Any]:
-  """The code that most of some words are on.
-
-  Args:
-    tokenizer: tokenizer of the text.
-    assignment: int [V], token -> code.
-    counts: [V], frequencies of the tokens.
-    words: words of one row of Table 8.
+def measurements(name: str, experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+  """What is kept beside the result of a run.
 
   Returns:
-    `words`; `known`, the words that are one token; and unless there is none, `code`, `held` (the
-    known words on it), `others` (the most frequent other words on it) and `size` (its tokens).
+    `floors`: the lowest test perplexities that the codes allow, without and with a token bias; None
+    for a head whose tokens do not share the scores of fixed codes. Of one run also `clusters`: for
+    each row of the paper's Table 8, `code_words`.
   """
-  token = single_tokens(tokenizer, words)
-  if not token:
-    return {"words": list(words), "known": []}
-  code, _ = collections.Counter(int(assignment[v]) for v in token.values()).most_common(1)[0]
-  members = np.flatnonzero(assignment == code)
-  by_count = members[np.argsort(-counts[members], kind="stable")]
-  others = [v for v in by_count if v not in token.values()]
+  if not isinstance(experiment.model.head, CodebookHead):
+    return {"floors": None}
+  codes = read_run_variables(folder)[0]["codes"]
+  # A distilled model has its head in "student".
+  assignment = codes.get("student", codes)["head"]["assignment"]
+  tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
+  test = encode_split(experiment.data, tokenizer, "test")
+  counts = np.bincount(np.asarray(test.tokens), minlength=len(assignment))
+  floor = lambda bias: assign.floor(assignment, counts, token_bias=bias).perplexity
+  measured: dict[str, Any] = {"floors": {"uniform": floor(False), "bias": floor(True)}}
+  if name == CLUSTERED:
+    table = report.PAPER["Table 8"].values()
+    words = [row["words"].split() for row in table]
+    measured["clusters"] = [code_words(tokenizer, assignment, row) for row in words]
+  return measured
+
+
+def code_words(
+  tokenizer: Tokenizer, assignment: np.ndarray, words: Sequence[str]
+) -> dict[str, list[str]]:
+  """Each of the words that is one token -> the ten most frequent tokens on its code."""
+  # Tokens are numbered by falling frequency.
+  members = lambda token: np.flatnonzero(assignment == assignment[token])[:10]
   return {
-    "words": list(words),
-    "known": list(token),
-    "code": code,
-    "held": [word for word, v in token.items() if assignment[v] == code],
-    "others": [tokenizer.decode([v]).strip() for v in others[:SHOWN_WORDS]],
-    "size": len(members),
+    word: [tokenizer.decode([v]).strip() for v in members(token)]
+    for word, token in single_tokens(tokenizer, words).items()
   }
 
 
@@ -119,28 +76,22 @@ def jobs(scale: str) -> list[StudyJob]:
   return [
     _job(setting, row, seed)
     for setting in SCALES[scale].values()
-    for seed in range(setting.seeds)
+    for seed in range(SEEDS)
     for row in rows(setting)
-    if seed == 0 or row.headline
+    if seed == 0 or row.name in setting.repeated
   ]
 
 
 def _job(setting: VQLogitsSetting, row: VQLogitsRow, seed: int) -> StudyJob:
-  named = lambda name: f"{setting.name}/{name}" + (f"-s{seed}" if seed else "")
-
-  def measure(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
-    measured: dict[str, Any] = {"floors": floors(experiment, folder)}
-    if named(row.name) == CLUSTERED:
-      measured["clusters"] = clusters(experiment, folder)
-    return measured
-
+  named = lambda row: f"{setting.name}/{row}" + (f"-s{seed}" if seed else "")
+  name = named(row.name)
   return training_job(
-    named(row.name),
+    name,
     row.label,
     row.experiment(seed),
     setting.path(row.name, seed),
-    measure,
-    tuple(named(name) for name in row.needs),
+    functools.partial(measurements, name),
+    tuple(map(named, row.needs)),
   )
 
 
