@@ -42,7 +42,7 @@ class Assessment(pydantic.BaseModel):
   creativity: float = GRADE
   consistency: float = GRADE
   plot: float = GRADE
-  age_group: Literal[tuple(AGES)]
+  age_group: Literal[*AGES]
 
   def grades(self) -> dict[str, float]:
     """The grades from 0 to 10, and the middle of the age group in years."""
