@@ -119,7 +119,7 @@ check: $(STAMP)
 test-all: check
 	for isa in $(OLDER); do $(OPTIMISED)=$$isa $(PYTEST) -m "not slow" $(NUMERIC) || exit 1; done
 	VQJAX_EXHAUSTIVE=1 $(PY) -m pytest tests/experiments/bench/test_catalogues.py \
-	  tests/experiments/plan/test_memory.py
+	  tests/experiments/plan/test_memory.py tests/lab/study/test_work.py
 	checked=$$($(PY) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
 	  for version in $(VERSIONS); do test $$version = $$checked || \
 	  $(MAKE) test-versions VERSIONS=$$version || exit 1; done

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from experiments.studies.comparison import compressed, rows
+from experiments.studies.comparison import compressed, ptb
 from vqjax.lab import exits
 from vqjax.lab.config import with_fields
 from vqjax.lab.training import fit, read_run_variables
@@ -194,9 +194,8 @@ def timed(table: np.ndarray, moments: Moments) -> dict[str, dict[str, float]]:
 
 def penn_treebank(folder: pathlib.Path) -> tuple[np.ndarray, Moments]:
   """The tied table of the comparison's LSTM that begins with contexts, and its moments."""
-  (setting,) = (found for found in rows.SCALES["cpu"] if found.name == "ptb")
-  row = next(found for found in rows.rows(setting) if found.name == "tied-contexts")
-  experiment = with_fields(row.experiment(setting, 0), {"train.learning_rate": 40.0})
+  experiment = ptb.study().experiment("tied-contexts")
+  experiment = with_fields(experiment, {"train.learning_rate": 40.0})
   fit(experiment, folder)
   text, (variables, _) = load_text(experiment), read_run_variables(folder)
   model = text.experiment.model

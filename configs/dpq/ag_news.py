@@ -1,7 +1,7 @@
 """DPQ-SX on AG News: topics by the mean of a text's embeddings."""
 
 from configs.dpq.text import BEGIN, DIM, V, classifier
-from experiments.studies.dpq.data import AGNews
+from experiments.studies.dpq.data.labelled import AGNews
 from vqjax import DPQEmbedding, SoftmaxQuantizer
 from vqjax.lab.config import Experiment
 

@@ -1,20 +1,15 @@
-"""BERT with any embedding: pre-training and two tasks (DPQ, Table 13).
+"""BERT with any embedding: pre-training and a task (DPQ, Table 13).
 
-The tasks are made of the same text: whether the second half of a paragraph belongs to it, and which
-stretch of a paragraph comes from another.
+The task is made of the same text: whether the second half of a paragraph belongs to it.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from experiments.studies.dpq.data import Continued, Intruded, Masked
-from experiments.studies.dpq.models import (
-  BertEncoder,
-  MaskedLanguageModel,
-  PairClassifier,
-  SpanFinder,
-)
+from experiments.studies.dpq.data.documents import Continued
+from experiments.studies.dpq.data.masked import Masked
+from experiments.studies.dpq.models.bert import BertEncoder, MaskedLanguageModel, PairClassifier
 from experiments.studies.lstm import SymmetricUniform
 from vqjax import DenseHead, DPQEmbedding, Embedding, SoftmaxQuantizer
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
@@ -56,7 +51,6 @@ class EncoderSize(NamedTuple):
     )
 
 
-BASE = EncoderSize(768, 12, 12, 3072, 512)
 SMALL = EncoderSize(128, 2, 4, 512, 64)
 
 
@@ -89,16 +83,6 @@ def pairs(size: EncoderSize, corpus: Corpus, train: Train) -> Make:
   def make(name: str, embedding: Embedding, seed: int) -> Experiment:
     model = PairClassifier(size.encoder(embedding), 2)
     return Experiment(name, model, *corpus, loader=Continued(), train=train, seed=seed)
-
-  return make
-
-
-def spans(size: EncoderSize, corpus: Corpus, train: Train) -> Make:
-  """Return (name, embedding, seed) -> a run of the span task, from fresh parameters."""
-
-  def make(name: str, embedding: Embedding, seed: int) -> Experiment:
-    model = SpanFinder(size.encoder(embedding))
-    return Experiment(name, model, *corpus, loader=Intruded(), train=train, seed=seed)
 
   return make
 

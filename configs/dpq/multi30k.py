@@ -1,7 +1,7 @@
 """DPQ-SX on captions of Multi30k, English to German: an hour on a CPU core."""
 
 from configs.dpq.translation import BEGIN, TransformerSize, V, translation
-from experiments.studies.dpq.data import Multi30k
+from experiments.studies.dpq.data.pairs import Multi30k
 from vqjax import DPQEmbedding, Embedding, SoftmaxQuantizer
 from vqjax.lab.config import Experiment, Train
 from vqjax.lab.data import SentencePieceTokenizer

@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from experiments.studies.dpq.data import Documents, LabelledSource
-from experiments.studies.dpq.models import TextClassifier
+from experiments.studies.dpq.data.documents import Documents
+from experiments.studies.dpq.data.labelled import LabelledSource
+from experiments.studies.dpq.models.classifier import TextClassifier
 from experiments.studies.lstm import SymmetricUniform
 from vqjax import Embedding
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests import jitted
-from vqjax import DPQEmbedding, convert
+from vqjax import DPQEmbedding, GuidedEmbedding, convert
 from vqjax.embeddings import LowRankEmbedding, ProductEmbedding, ScalarEmbedding
 from vqjax.quantizers import CentroidQuantizer, EncoderQuantizer
 
@@ -168,3 +168,27 @@ def test_centroids_of_a_quantiser_are_clusters_of_the_vectors(shared):
       for k in range(4):
         mean = parts[codes[:, m] == k, m].mean(axis=0)
         np.testing.assert_allclose(centers[m, k], mean, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_learned_codes_rebuild_a_table_of_any_scale(table):
+  network = EncoderQuantizer(
+    8, M, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
+  )
+  learned, embedding = (
+    convert.LearnedCodes(network, steps=300),
+    ProductEmbedding(V, D, 8, M, additive=True),
+  )
+  fresh, small = jitted.init(embedding, KEY, np.zeros(1, int)), 0.01 * np.asarray(table)
+  found = jitted.apply(embedding, learned(embedding, fresh, small), method="table")
+  assert convert.squared_error(found, small) < 0.8 * small.var(axis=0).sum()
+  with pytest.raises(ValueError, match=r"must be a ProductEmbedding .* got a LowRankEmbedding"):
+    learned(LowRankEmbedding(V, D, 2), fresh, small)
+
+
+def test_a_guide_is_the_table_of_a_guided_embedding(table):
+  guided = GuidedEmbedding(V, D, LowRankEmbedding(V, D, 2))
+  filled = convert.Guide()(guided, {"params": {}}, table)
+  np.testing.assert_array_equal(filled["guide"]["table"], table)
+  with pytest.raises(ValueError, match="must be a GuidedEmbedding; got a LowRankEmbedding"):
+    convert.Guide()(guided.student, {"params": {}}, table)

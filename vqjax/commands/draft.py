@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vqjax.commands.console import flag, new_parser, option, run
-from vqjax.commands.models import add_arguments, load_model
+from vqjax.commands.models import add_arguments, chosen_model
 from vqjax.lab.exits import say
 from vqjax.lm.drafting import eagle_training, medusa_training
 from vqjax.lm.records import one_line
@@ -91,7 +91,7 @@ def _draft(options: argparse.Namespace) -> None:
     settings=kind.settings(**{name: x for name, x in given.items() if name in own}),
     **{name: x for name, x in given.items() if name not in own},
   )
-  loaded = load_model(options.model, options.config, options.overrides, options.dtype)
+  loaded = chosen_model(options)
   found = kind.train(job, loaded, say)
   if options.json:
     print(json.dumps(found, indent=2))

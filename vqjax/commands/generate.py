@@ -14,7 +14,7 @@ import time
 import jax
 
 from vqjax.commands.console import flag, new_parser, option, run
-from vqjax.commands.models import add_arguments, load_model
+from vqjax.commands.models import add_arguments, chosen_model, load_model
 from vqjax.lm.checkpoints import Loaded
 from vqjax.lm.drafting import Medusa, load_drafter
 from vqjax.lm.generation import Draft, Drafter, Sampling, generate, stream
@@ -77,7 +77,7 @@ def _generate(options: argparse.Namespace) -> None:
   )
   if not 0 <= options.seed < 2**32:
     raise ValueError(f"`--seed` must be in [0, 2^32); got {options.seed}. 0 is the default.")
-  loaded = load_model(options.model, options.config, options.overrides, options.dtype)
+  loaded = chosen_model(options)
   model, variables, tokenizer = loaded
   drafter = None if options.draft is None else _drafter(options, loaded)
   given = model, variables, options.prompt, jax.random.key(options.seed), sampling

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vqjax.commands.console import OutputFile, flag, new_parser, option, run
-from vqjax.commands.models import add_arguments, load_model
+from vqjax.commands.models import add_arguments, chosen_model
 from vqjax.lab.exits import say
 from vqjax.lm.generation.text_stream import visible
 from vqjax.lm.lenses import lens_readings, load_lens
@@ -125,7 +125,7 @@ def _fit(options: argparse.Namespace) -> None:
 
 
 def _loaded(options):
-  return load_model(options.model, options.config, options.overrides, options.dtype)
+  return chosen_model(options)
 
 
 def _show(options: argparse.Namespace) -> None:

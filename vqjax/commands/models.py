@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +15,7 @@ from vqjax.lm import checkpoints, tokenizers
 from vqjax.lm.checkpoints import Loaded
 from vqjax.lm.texts import data_path
 
-__all__ = ["load_model"]
+__all__ = ["add_arguments", "chosen_model", "load_model"]
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 """Number formats in which pretrained models are loaded."""
@@ -27,6 +27,7 @@ def load_model(
   overrides: Sequence[str] = (),
   dtype: str = "float32",
   runtime: checkpoints.Runtime | None = None,
+  memory_tables: Mapping[int, str] | None = None,
 ) -> Loaded:
   """A model with its tokenizer.
 
@@ -36,12 +37,18 @@ def load_model(
     overrides: the overrides of the run.
     dtype: number format of a pretrained model, one of `DTYPES`.
     runtime: form of the tables of a pretrained model in memory; None: that which its file names.
+    memory_tables: files of the tables of a pretrained model's memories of n-grams, by their blocks.
 
   Raises:
     FileNotFoundError: there is no such model, or it has no tokenizer.
     ValueError: a run folder has another config, or none is known for it.
   """
   folder = data_path(path, kind="model")
+  if memory_tables and (config is not None or (folder / "checkpoints").is_dir()):
+    raise ValueError(
+      f"`--memory-table` must be given for a pretrained model; got it for the run {path}. Leave it"
+      " out."
+    )
   if config is None:
     if overrides:
       raise ValueError(
@@ -52,7 +59,9 @@ def load_model(
       from vqjax.lab.trained import load_run
 
       return load_run(folder, _experiment_of_run(folder))
-    loaded = checkpoints.load(folder, dtype=DTYPES[dtype], runtime=runtime)
+    loaded = checkpoints.load(
+      folder, dtype=DTYPES[dtype], runtime=runtime, memory_tables=memory_tables
+    )
     return Loaded(
       loaded.model, loaded.variables, loaded.tokenizer or tokenizers.load_tokenizer(folder)
     )
@@ -79,11 +88,13 @@ def _experiment_of_run(folder: pathlib.Path) -> Any:
     )
   if "config" in source:
     return override(load_config(file), source["overrides"])
-  from vqjax.lab.study import load_study
+  from vqjax.lab.study.declaration import Run, load_study
 
   study = load_study(file)
-  made = study.experiment(source["row"], source["seed"], Fraction(source["scale"]))
-  return with_fields(made, source["fields"])
+  seed, scale, runs = source["seed"], Fraction(source["scale"]), source["runs"]
+  tuned = lambda row: with_fields(study.experiment(row, seed, scale, run), runs[row]["fields"])
+  run = lambda row: Run.of(tuned(row), runs[row]["folder"])
+  return tuned(source["row"])
 
 
 PRETRAINED = "folder of safetensors, a GGUF, or a .bin file of llama2.c"
@@ -99,4 +110,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   option(parser, "--config", "config file of a run folder, where it has moved", metavar="FILE")
   option(
     parser, "--dtype", "number format of a pretrained model", default="float32", choices=DTYPES
+  )
+  option(
+    parser,
+    "--memory-table",
+    "compressed table of n-grams in place of a block's own; blocks count from 0",
+    _block_and_file,
+    [],
+    action="append",
+    metavar="BLOCK=FILE",
+  )
+
+
+def _block_and_file(text: str) -> tuple[int, str]:
+  block, _, file = text.partition("=")
+  if not block.isdecimal() or not file:
+    raise argparse.ArgumentTypeError(f"it must be BLOCK=FILE; got {text}. Give 1=table.safetensors")
+  return int(block), file
+
+
+def chosen_model(options: argparse.Namespace) -> Loaded:
+  """The model of a command that has the arguments of `add_arguments`; see `load_model`."""
+  return load_model(
+    options.model,
+    options.config,
+    options.overrides,
+    options.dtype,
+    memory_tables=dict(options.memory_table),
   )

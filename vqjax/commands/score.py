@@ -11,7 +11,7 @@ import math
 import pathlib
 
 from vqjax.commands.console import flag, new_parser, option, run
-from vqjax.commands.models import add_arguments, load_model
+from vqjax.commands.models import add_arguments, chosen_model
 from vqjax.lm.generation import score
 from vqjax.lm.texts import check_separator, data_path, read_text, split_documents
 
@@ -49,9 +49,7 @@ def _score(options: argparse.Namespace) -> None:
   documents = [text]
   if options.separator is not None:
     documents = [*split_documents(text, options.separator)]
-  model, variables, tokenizer = load_model(
-    options.model, options.config, options.overrides, options.dtype
-  )
+  model, variables, tokenizer = chosen_model(options)
   encoded = [list(tokenizer.encode(document)) for document in documents]
   scored = [(each, tokens) for each, tokens in zip(documents, encoded) if len(tokens) > 1]
   if not scored:

@@ -63,7 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
   flag(parser, "--list", "print the jobs, and which are done")
   flag(parser, "--render", "run nothing; write the pages")
   flag(parser, "--traceback", "show the traceback of an error")
-  options = parser.parse_args(arguments)
+  options, further = parser.parse_known_args(arguments)
+  if further:
+    hint = "; `--only` takes names with commas between them: --only dense,mine"
+    parser.error(f"unrecognized arguments: {' '.join(further)}{hint if options.only else ''}")
   if options.submit and options.launcher != "slurm":
     parser.error("`--submit` needs `--launcher slurm`")
   if wrong := [each for each in options.submit if "=" not in each]:
@@ -103,7 +106,7 @@ def _study(options: argparse.Namespace) -> None:
   if not options.render:
     launch = LAUNCHERS[options.launcher]
     parameters = dict(each.split("=", 1) for each in options.submit)
-    elsewhere = launch and (lambda jobs: launch(work, jobs, parameters))
+    elsewhere = launch and (lambda jobs: launch(work, work.in_parts(jobs), **parameters))
     _run(work, jobs, chosen, elsewhere)
   _write(work, jobs)
 
@@ -172,7 +175,13 @@ def _print_plan(work: Work, chosen: list[StudyJob], seconds: dict[str, float]) -
       _duration(sum(own)) if own else "-",
     )
   Console().print(table, highlight=False)
-  print(f"together about {_duration(sum(seconds.values()))}", flush=True)
+  together = f"together about {_duration(sum(seconds.values()))}"
+  left = [job for job in chosen if job.name in seconds]
+  if more := sum(work.seconds(job, extended=True) for job in left) - sum(seconds.values()):
+    together += f", and up to {_duration(more)} for values beyond the edges of grids"
+  if {job.partition("/")[0] for job in seconds} - {*work.study.trained}:
+    together += "; compressions are not counted"
+  print(together, flush=True)
 
 
 def _duration(seconds: float) -> str:

@@ -1,8 +1,10 @@
 """Trained dense heads, compressed after their training to a fraction of their bytes."""
 
+import abc
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import pathlib
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from vqjax.convert import part_of, with_part
 from vqjax.heads import PackedHead
 from vqjax.lab.config import Experiment
 from vqjax.lab.starting_points import Distilled
+from vqjax.lab.study import Derived
 from vqjax.lab.study.compressed import held_out_scores, moments_of
 from vqjax.lab.training import read_run_variables
 from vqjax.lab.training.run_folder import load_text
@@ -64,29 +67,67 @@ class TrainedTable(NamedTuple):
     return self.model.clone(head=head, embedding=embedding), with_part(variables, "embedding", rows)
 
 
-Method = Callable[[TrainedTable], tuple[nn.Module, dict, int]]
-"""table -> the model of inference, its variables, and the bytes of the table and the biases."""
-
-
 def half(values: np.ndarray) -> np.ndarray:
   """Values rounded to float16, in float32."""
   return np.asarray(values, np.float16).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class InFile:
-  """A table in an entropy-coded file, and biases in float16, with the smallest step that fits.
+class _SixteenthOfBytes(Derived):
+  """A row whose table and biases are compressed to 1/16 of their bytes.
 
   Attributes:
-    within: part of the bytes that may be left.
-    version: version of the quantiser, by which results of another one are known.
+    method: the form of the table.
   """
 
-  within: float = 0.002
-  version: int = dataclasses.field(default=2, init=False)
+  method: ClassVar[str]
 
-  def __call__(self, table: TrainedTable) -> tuple[nn.Module, dict, int]:
-    """The model with the rows that the file has; see `Method`."""
+  def settings(self) -> dict[str, Any]:
+    """The method and the size."""
+    return {"method": self.method, "divisor": DIVISOR}
+
+  @abc.abstractmethod
+  def compressed(self, table: TrainedTable) -> tuple[nn.Module, dict, int]:
+    """Return the model of inference, its variables, and the bytes of the table and the biases."""
+
+  def measure(self, experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+    """Scores of the model with a compressed table; of a distilled run the student's."""
+    text = load_text(experiment)
+    model = text.experiment.model
+    variables, _ = read_run_variables(folder)
+    if isinstance(model, Distilled):
+      model, variables = model.student, part_of(variables, "student")
+    tied = model.head.embedding
+    whole = model.head.size().state_bytes + (0 if tied is None else tied.size().state_bytes)
+    moments = moments_of(model, variables, text)
+    model, variables, used = self.compressed(
+      TrainedTable(model, variables, moments, whole // DIVISOR)
+    )
+    result: dict[str, Any] = held_out_scores(model, variables, text)
+    result["head"] = {"class": type(model.head).__name__, "state_bytes": used}
+    result["seed"] = experiment.seed
+    return {"result": result}
+
+
+DIVISOR = 16
+"""What the bytes of a table are divided by."""
+
+WITHIN = 0.002
+"""Part of the bytes that a file may leave."""
+
+GROUPS = 16
+"""Row groups of a packed head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InFile(_SixteenthOfBytes):
+  """A table in an entropy-coded file, and biases in float16, with the smallest step that fits."""
+
+  # With the version of the quantiser, by which results of another one are known.
+  method = f"InFile(within={WITHIN}, version=2)"
+
+  def compressed(self, table: TrainedTable) -> tuple[nn.Module, dict, int]:
+    """The model with the rows that the file has."""
     weight, size = table.weight, table.size
     vocab, dim = weight.shape
     step, best = 0.1, None
@@ -95,10 +136,10 @@ class InFile:
       used = sum(part.nbytes for part in entropy_coder.encode_table(quantized).values()) + 2 * vocab
       if used <= size and (best is None or used > best[1]):
         best = quantized, used
-        if used >= (1 - self.within) * size:
+        if used >= (1 - WITHIN) * size:
           break
       # A bit less for each number where the step doubles; a little under the size.
-      step *= 2 ** (8 * (used - (1 - self.within / 2) * size) / (vocab * dim))
+      step *= 2 ** (8 * (used - (1 - WITHIN / 2) * size) / (vocab * dim))
     if best is None:
       raise ValueError(
         f"`size` must be above the bytes of the coarsest file; got {size}. Give more."
@@ -108,22 +149,18 @@ class InFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class InMemory:
-  """A `PackedHead`, whose parameters are float16.
+class InMemory(_SixteenthOfBytes):
+  """A `PackedHead`, whose parameters are float16."""
 
-  Attributes:
-    classes: number of row groups.
-  """
+  method = f"InMemory(classes={GROUPS})"
 
-  classes: int = 16
-
-  def __call__(self, table: TrainedTable) -> tuple[nn.Module, dict, int]:
-    """The model with the packed rows; see `Method`."""
+  def compressed(self, table: TrainedTable) -> tuple[nn.Module, dict, int]:
+    """The model with the packed rows."""
     vocab, dim = table.weight.shape
     # Tokens that are not in the order of their counts have ranks of 2 bytes.
     ranks = 0 if (np.diff(table.moments.counts) <= 0).all() else 2 * vocab
-    units = tables.units_of(table.size, vocab, dim, self.classes, 2 * vocab + ranks)
-    packed = tables.pack(table.weight, table.moments, units, row_groups=self.classes)
+    units = tables.units_of(table.size, vocab, dim, GROUPS, 2 * vocab + ranks)
+    packed = tables.pack(table.weight, table.moments, units, row_groups=GROUPS)
     embedding, rows = packed.embedding()
     rows["params"] = jax.tree.map(half, rows["params"])
     used = embedding.clone(param_dtype=jnp.float16).size().state_bytes + 2 * vocab
@@ -131,29 +168,3 @@ class InMemory:
     if table.is_tied:
       head = PackedHead(vocab, dim, use_bias=True, embedding=embedding)
     return *table.replaced(rows, head, embedding), used
-
-
-def measure_compressed(
-  experiment: Experiment, folder: str, method: Method, divisor: int
-) -> dict[str, Any]:
-  """Scores of a trained model whose table and biases are compressed to a part of their bytes.
-
-  Args:
-    experiment: the experiment of the run, whose head is a `DenseHead` with biases, tied or not.
-    folder: its run folder; of a distilled run the student is compressed.
-    method: the compression.
-    divisor: what the bytes of the table and the biases are divided by.
-  """
-  text = load_text(experiment)
-  model = text.experiment.model
-  variables, _ = read_run_variables(folder)
-  if isinstance(model, Distilled):
-    model, variables = model.student, part_of(variables, "student")
-  tied = model.head.embedding
-  whole = model.head.size().state_bytes + (0 if tied is None else tied.size().state_bytes)
-  table = TrainedTable(model, variables, moments_of(model, variables, text), whole // divisor)
-  model, variables, used = method(table)
-  result: dict[str, Any] = held_out_scores(model, variables, text)
-  result["head"] = {"class": type(model.head).__name__, "state_bytes": used}
-  result["seed"] = experiment.seed
-  return {"result": result}

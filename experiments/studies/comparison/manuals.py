@@ -1,4 +1,9 @@
-"""English manual pages of this machine as a text like Penn Treebank's."""
+"""Heads on English manual pages of this machine, as a text like Penn Treebank's: two passes.
+
+vqjax study experiments/studies/comparison/manuals.py --out experiments/studies/comparison/manuals
+
+Nothing is tuned on it: the learning rate is the one that most tunings of Penn Treebank chose.
+"""
 
 import dataclasses
 import functools
@@ -7,11 +12,17 @@ import hashlib
 import pathlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from experiments.gemma_compression import long_lines, plain
-from vqjax.lab.data import Source
+from experiments.studies.comparison import ptb
+from experiments.studies.comparison.rows import rows
+from vqjax.lab.config import Experiment
+from vqjax.lab.data import Source, WordTokenizer
 from vqjax.lab.data.corpus_files import content_hash
 from vqjax.lab.data.source import SPLITS
+from vqjax.lab.study import Study
+from vqjax.lab.training.run_folder import load_text
 
 PAGES = pathlib.Path("/usr/share/man")
 PARTS = {"test": (0, 1), "valid": (2, 3)}
@@ -109,3 +120,28 @@ def _texts(most: int) -> dict[str, dict[pathlib.Path, str]]:
       f"`PAGES` must hold manual pages for each split; got {PAGES}. Install the system's pages."
     )
   return texts
+
+
+def study() -> Study:
+  """The study."""
+  headline = "tied-contexts", "tied-contexts-file", "tied-contexts-memory", "tied"
+  further = "dense-contexts", "dense", "sampled", "codebook", "product", "product-random"
+  base = dataclasses.replace(
+    ptb.base(steps=1_914), data=Manuals(), tokenizer=WordTokenizer(vocab=10_000, split=False)
+  )
+  return Study(
+    base=base,
+    rows=rows(ptb.SIZES, (*headline, *further, "product-learned"), headline),
+    tune={"train.learning_rate": (40.0,)},
+    seeds=3,
+    extensions=0,
+    measure=_text_of,
+  )
+
+
+def _text_of(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+  """What the text was, which differs between machines."""
+  del folder
+  tokens = {name: len(split.tokens) for name, split in load_text(experiment).splits.items()}
+  data = experiment.data
+  return {"text": {"checksum": data.fingerprint(), "pages": data.pages(), "tokens": tokens}}

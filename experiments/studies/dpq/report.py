@@ -1,6 +1,5 @@
 """Tables, figures and generated blocks of the page of DPQ."""
 
-import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -25,12 +24,11 @@ PRINTED = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))
 
 TABLES = {
   "Table 3": "DPQ against the full embedding",
-  "Table 4": "Penn Treebank, language models of three sizes",
+  "Table 4": "Penn Treebank, language models of several sizes",
   "Table 9": "Penn Treebank, other ways to compress",
   "Table 10": "text classification, other ways to compress",
-  "Table 11": "translation, tables reconstructed after training",
   "Table 12": "keys and values tied or not",
-  "Table 13": "BERT, a pair and a span task",
+  "Table 13": "BERT, a pair task",
 }
 
 ON_PAGE = "Table 3", "Table 9", "Table 12"
@@ -42,21 +40,11 @@ TITLES = {
   "ptb-medium": "PTB, medium",
   "ptb-medium-smaller": "PTB, medium",
   "ptb-medium-tied": "PTB, medium",
-  "ptb-large": "PTB, large",
   "wikitext-medium": "WikiText-2, medium",
-  "iwslt-en-vi": "IWSLT15, En-Vi",
-  "iwslt-vi-en": "IWSLT15, Vi-En",
-  "wmt": "WMT19, En-De",
   "multi30k": "Multi30k, En-De",
-  "mnli": "BERT, MNLI",
-  "squad": "BERT, SQuAD 1.1, exact match",
   "bert-pairs": "BERT, continuations",
-  "bert-spans": "BERT, stretches of another text",
   "ag-news": "AG News",
-  "yahoo": "Yahoo! Answers",
   "dbpedia": "DBpedia",
-  "yelp-polarity": "Yelp, polarity",
-  "yelp-full": "Yelp, full",
 }
 """Setting -> its name in tables."""
 
@@ -82,19 +70,9 @@ def scores_by_seed(results: Results, name: str) -> dict[int, float]:
 
 def compression_ratio(results: Results, name: str) -> float | None:
   """Bytes of the float32 table over those of a row's inference form, or None."""
-  size = lambda row: next(
-    (one["embedding"]["shipped_bytes"] for one in finished_results(results, row).values()),
-    None,
-  )
-  full, own = size(f"{name.split('/')[0]}/full"), size(name)
-  return full / own if full and own else None
-
-
-def formula_ratio(vocab: int, dim: int, codes: CodeSize) -> float:
-  """The paper's compression ratio of a product code, in bits (Section 3)."""
-  k, m, shared = codes
-  values = 32 * k * dim / (m if shared else 1)
-  return 32 * vocab * dim / (vocab * m * math.log2(k) + values)
+  kept = [finished_results(results, row) for row in (f"{name.split('/')[0]}/full", name)]
+  sizes = [one["embedding"]["shipped_bytes"] for by_seed in kept for one in [*by_seed.values()][:1]]
+  return sizes[0] / sizes[1] if len(sizes) == 2 else None
 
 
 def dpq_table(results: Results, scale: str, name: str) -> pd.DataFrame:
@@ -105,7 +83,7 @@ def dpq_table(results: Results, scale: str, name: str) -> pd.DataFrame:
   lines = []
   for row, printed in PRINTED[PRINTED.table == name].groupby("row", sort=False):
     theirs, kind = row.split("/")
-    ours = STAND_INS[scale].get((name, theirs), theirs)
+    ours = theirs if theirs in SCALES[scale] else STAND_INS.get((name, theirs))
     setting = SCALES[scale].get(ours)
     label = {own.name: own.label for own in rows(setting)}.get(kind) if setting else None
     if label is None or not results_by_seed(results, f"{ours}/{kind}"):
@@ -134,7 +112,7 @@ def _measured(results: Results, name: str) -> dict[str, str | None]:
   return {
     "measured": ", ".join(filter(None, (mean and mean.show(2), failed))),
     "- full": difference and difference.show(2, "+"),
-    "lost, %": None if lost is None else f"{100 * lost:.1f}",
+    "lost, %": _show(lost and 100 * lost, "{:.1f}"),
     "ratio": _show(compression_ratio(results, name), "{:,.1f}"),
   }
 
@@ -145,11 +123,11 @@ def _show(value: float | None, form: str) -> str | None:
 
 def training_cost(cost: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
   """Time of a training step over that of the full embedding."""
-  sizes = dict.fromkeys(name.split()[1] for name in cost)
-  times = {
-    kind: [f"{cost[f'{kind} {size}']['time']:.2f}" for size in sizes] for kind in ("SX", "VQ")
-  }
-  return pd.DataFrame({"K x M": list(sizes)} | times)
+  times: dict[str, dict[str, str]] = {}
+  for name, row in cost.items():
+    kind, size = name.split()
+    times.setdefault(size, {"K x M": size})[kind] = f"{row['time']:.2f}"
+  return pd.DataFrame(times.values())
 
 
 def inference_cost(cost: Mapping[str, Any]) -> pd.DataFrame:
@@ -174,37 +152,13 @@ def neighbours(results: Results) -> pd.DataFrame:
     label: results.get(f"{WORDS_OF}/{kind}", {}).get("neighbours", {})
     for kind, label in (("full", "Full"), *KINDS.items())
   }
-  return pd.DataFrame(
-    [
-      {"word": f"`{word}`", "embedding": label}
-      | {"nearest": ", ".join(f"`{other}`" for other, _ in nearest[word][:4])}
-      for word in kept["Full"]
-      for label, nearest in kept.items()
-      if word in nearest
-    ],
-    columns=["word", "embedding", "nearest"],
-  )
-
-
-def corrected_ratios() -> pd.DataFrame:
-  """Compression ratios that the paper prints beside those of its formula."""
-  ptb, wmt = (10_000, 650), (32_000, 512)
-  cases = [
-    ("Table 3", "DPQ-SX, PTB, medium", 163.2, ptb, CodeSize(32, 25, shared=True)),
-    *(
-      ("Table 9", f"product quantisation, K = {k}", printed, ptb, CodeSize(k, 650 // 2))
-      for k, printed in ((64, 8.3), (128, 6.7), (256, 5.3))
-    ),
-    ("Table 11", "reconstruction, K = 32", 25.0, wmt, CodeSize(32, 128)),
-    ("Table 11", "reconstruction, K = 128, printed as 32", 17.0, wmt, CodeSize(128, 128)),
+  lines = [
+    (f"`{word}`", label, ", ".join(f"`{other}`" for other, _ in nearest[word][:4]))
+    for word in kept["Full"]
+    for label, nearest in kept.items()
+    if word in nearest
   ]
-  lines = []
-  for name, row, printed, (vocab, dim), codes in cases:
-    ratio = formula_ratio(vocab, dim, codes)
-    cells = {"table": name, "row": f"{row} ({codes})", "printed": f"{printed:g}"}
-    cells |= {"formula": f"{ratio:.2f}", "formula · (d + 1)/d": f"{ratio * (dim + 1) / dim:.2f}"}
-    lines.append(cells)
-  return pd.DataFrame(lines)
+  return pd.DataFrame(lines, columns=["word", "embedding", "nearest"])
 
 
 def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
@@ -216,38 +170,35 @@ def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
 
 def _without_setting(frame: pd.DataFrame) -> pd.DataFrame:
   """The rows of a table without the setting in their labels, where all have the same."""
-  settings = frame["run"].str.partition(": ")[0]
-  return frame.assign(run=frame["run"].str.partition(": ")[2]) if settings.nunique() == 1 else frame
+  parts = frame["run"].str.partition(": ")
+  return frame.assign(run=parts[2]) if parts[0].nunique() == 1 else frame
 
 
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks, the figures and CSV files of the page; return their paths."""
-  cost = study_page.bench(docs, "dpq")
-  training = training_cost(cost["training"]) if cost else pd.DataFrame(columns=["K x M"])
-  nearest = neighbours(results)
-  tables = {name: dpq_table(results, "cpu", name) for name in ON_PAGE}
+  cost, grid = study_page.bench(docs, "dpq"), SCALES["cpu"]["ag-news-grid"]
+  training, nearest = training_cost(cost["training"]), neighbours(results)
   frames = {
-    **{name.lower().replace(" ", "-"): _without_setting(f) for name, f in tables.items()},
+    **{
+      name.lower().replace(" ", "-"): _without_setting(dpq_table(results, "cpu", name))
+      for name in ON_PAGE
+    },
     "neighbours": nearest[nearest["word"] == SHOWN_WORD],
     "training-cost": training[training["K x M"].str.endswith(SHOWN_SUBSPACES)],
-    "inference-cost": inference_cost(cost) if cost else pd.DataFrame(),
+    "inference-cost": inference_cost(cost),
   }
   blocks = {
-    name: markdown(frame, 3 if name == "neighbours" else 1) if len(frame) else "Not run."
-    for name, frame in frames.items()
+    name: markdown(frame, 3 if name == "neighbours" else 1) for name, frame in frames.items()
   }
-  whole = {"neighbours": nearest, "ratios": corrected_ratios(), "steps": training}
-  grid, changes = SCALES["cpu"]["ag-news-grid"], SCALES["cpu"]["ag-news-changes"]
   with matplotlib.rc_context(STYLE):
     figures = {
-      "dpq-cost.png": cost_figure(cost["training"]) if cost else None,
+      "dpq-cost.png": cost_figure(cost["training"]),
       "dpq-heat.png": heat_figure(results, grid),
       "dpq-trade.png": trade_figure(results, grid),
-      "dpq-codes.png": usage_figure(results, WORDS_OF),
-      "dpq-changes.png": changes_figure(results, changes),
+      "dpq-codes.png": usage_figure(results),
     }
-  named = {f"dpq-{name}.csv": frame for name, frame in whole.items()}
-  return study_page.publish_page(docs, "dpq", results, blocks, figures, named)
+  whole = {"dpq-neighbours.csv": nearest, "dpq-steps.csv": training}
+  return study_page.publish_page(docs, "dpq", results, blocks, figures, whole)
 
 
 STYLE = {
@@ -266,17 +217,14 @@ def _grid(results: Results, s: DPQSetting, kind: str, shared: bool) -> np.ndarra
   values = np.full((len(s.grid[0]), len(s.grid[1]), 2), np.nan)
   for i, j in np.ndindex(values.shape[:2]):
     name = f"{s.name}/{kind}-{CodeSize(s.grid[0][i], s.grid[1][j], shared)}"
-    score, ratio = scores_by_seed(results, name), compression_ratio(results, name)
-    if score and ratio:
-      values[i, j] = np.mean(list(score.values())), ratio
+    if score := scores_by_seed(results, name):
+      values[i, j] = np.mean(list(score.values())), compression_ratio(results, name)
   return values
 
 
-def heat_figure(results: Results, s: DPQSetting) -> Figure | None:
+def heat_figure(results: Results, s: DPQSetting) -> Figure:
   """Figures 3 and 7: score and ratio over K and M, with separate codebooks."""
   grids = {kind: _grid(results, s, kind, shared=False) for kind in KINDS}
-  if all(np.isnan(grid).all() for grid in grids.values()):
-    return None
   panels = {f"{label}: accuracy, %": grids[kind][..., 0] for kind, label in KINDS.items()}
   panels["compression ratio"] = grids["sx"][..., 1]
   figure = Figure(figsize=(9.6, 3.2))
@@ -292,7 +240,7 @@ def heat_figure(results: Results, s: DPQSetting) -> Figure | None:
   return figure
 
 
-def trade_figure(results: Results, s: DPQSetting) -> Figure | None:
+def trade_figure(results: Results, s: DPQSetting) -> Figure:
   """Figure 8: score against ratio, with a line through the best scores."""
   figure = Figure(figsize=(7.2, 4.2))
   axes = figure.add_subplot()
@@ -309,10 +257,7 @@ def trade_figure(results: Results, s: DPQSetting) -> Figure | None:
         best = -np.array(study_page.frontier((-points[:, ::-1]).tolist()))
         axes.plot(*best.T, line, color=color, linewidth=1)
   full = list(scores_by_seed(results, f"{s.name}/full").values())
-  if not axes.lines:
-    return None
-  if full:
-    axes.axhline(np.mean(full), color=INK, linewidth=0.8, label="full")
+  axes.axhline(np.mean(full), color=INK, linewidth=0.8, label="full")
   axes.set(xscale="log", xlabel="compression ratio of the embedding", ylabel="accuracy, %")
   axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
   axes.xaxis.set_major_formatter("{x:g}")
@@ -321,33 +266,14 @@ def trade_figure(results: Results, s: DPQSetting) -> Figure | None:
   return figure
 
 
-def usage_figure(results: Results, setting: str) -> Figure | None:
+def usage_figure(results: Results) -> Figure:
   """Figure 5: the number of words on each code of each subspace."""
-  kept = {label: results.get(f"{setting}/{kind}", {}) for kind, label in KINDS.items()}
-  counts = {label: row["codes"]["counts"] for label, row in kept.items() if "codes" in row}
-  if not counts:
-    return None
-  figure = Figure(figsize=(3.6 * len(counts), 3.6))
-  panels = figure.subplots(1, len(counts), squeeze=False)[0]
-  for axes, (label, counts_MK) in zip(panels, counts.items(), strict=True):
+  figure = Figure(figsize=(3.6 * len(KINDS), 3.6))
+  for axes, (kind, label) in zip(figure.subplots(1, len(KINDS)), KINDS.items(), strict=True):
+    counts_MK = results[f"{WORDS_OF}/{kind}"]["codes"]["counts"]
     figure.colorbar(axes.imshow(counts_MK, cmap="Blues", aspect="auto"), ax=axes)
     axes.set(title=label, xlabel="code", ylabel="subspace")
   return figure
-
-
-def changes_figure(results: Results, s: DPQSetting) -> Figure | None:
-  """Figure 6: percentage of codes that changed since the last checkpoint."""
-  figure = Figure(figsize=(8, 3.2))
-  panels = figure.subplots(1, 2, sharey=True)
-  for axes, (kind, label) in zip(panels, KINDS.items(), strict=True):
-    for k in s.grid[0]:
-      changed = results.get(f"{s.name}/{kind}-{CodeSize(k, s.grid[1][0])}", {}).get("changes")
-      if changed:
-        axes.plot(*zip(*changed, strict=True), label=f"K = {k}")
-    axes.set(title=label, xlabel="step", ylabel="codes that changed, %", ylim=(0, None))
-    if axes.lines:
-      axes.legend()
-  return figure if any(axes.lines for axes in panels) else None
 
 
 def cost_figure(cost: Mapping[str, Mapping[str, float]]) -> Figure:

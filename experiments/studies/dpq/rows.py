@@ -1,24 +1,20 @@
-"""Rows of DPQ's tables: the compared embeddings and their initial variables."""
+"""Rows of DPQ's tables: the compared embeddings."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from experiments.studies.dpq.settings import REBUILT, REBUILT_DIM, CodeSize, DPQSetting
+from experiments.studies.dpq.settings import CodeSize, DPQSetting
 from vqjax import (
   CentroidQuantizer,
   ComposedEmbedding,
   DenseEmbedding,
   DPQEmbedding,
   Embedding,
-  EncoderQuantizer,
   FreeQuantizer,
-  GuidedEmbedding,
   LowRankEmbedding,
   ProductEmbedding,
   ScalarEmbedding,
@@ -28,21 +24,6 @@ from vqjax import (
 from vqjax.lab.config import FROM_TOKENIZER
 
 V = FROM_TOKENIZER
-
-LABELS = {
-  "full": "Full",
-  "sx": "DPQ-SX",
-  "vq": "DPQ-VQ",
-  "sx-tied": "DPQ-SX, tied keys and values",
-  "kd": "KD codes, end to end",
-  "kd-distilled": "KD codes, distilled",
-  "pretrained-codes": "Fixed codes of a trained table",
-  **{f"low-rank-{times}": f"Low rank, {times}×" for times in (5, 10, 20)},
-  **{f"scalar-{bits}": f"Scalar quantisation, {bits} bits" for bits in (8, 6, 4)},
-  **{f"clusters-{codes}": f"Product quantisation, K = {codes}" for codes in (64, 128, 256)},
-  **{f"reconstruction-{k}x{m}": f"Reconstruction, {k}x{m}" for k, m in REBUILT},
-}
-"""Name of a row -> its label in tables; those of a setting's grid are labelled by their codes."""
 
 Derive = Callable[[Embedding, np.ndarray], Mapping[str, Any]]
 """(embedding, trained table [V, D]) -> the embedding's variables."""
@@ -56,84 +37,53 @@ class DPQRow:
     name: name of its run.
     label: in tables, with the size of its codes.
     embedding: the module.
-    start: (embedding, fresh variables, trained full table) -> the variables that training starts
-      from; None: the fresh ones.
     derive: makes the variables of the trained full table, without training; None: it is trained.
   """
 
   name: str
   label: str
   embedding: Embedding
-  start: Callable | None = None
   derive: Derive | None = None
 
 
 def rows(s: DPQSetting) -> list[DPQRow]:
   """The rows of a setting: those that `s.rows` names, then those of its grid."""
-  k, m, _ = s.kd
+  k, m, _ = kd = CodeSize(32, 32)
   free = FreeQuantizer(k, m, additive=True, normalize=False, table_init=s.begin)
-  kd = ComposedEmbedding(V, s.dim, DPQEmbedding(V, s.dim, free, query_init=s.begin), hidden=s.dim)
-  # Shu and Nakayama (2018): a network learns codes that rebuild the trained table. They stay fixed.
-  learner = EncoderQuantizer(
-    k, m, s.dim, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
-  )
-  rebuilt = {
-    f"reconstruction-{k}x{m}": CodeSize(k, max(1, m * s.dim // REBUILT_DIM)) for k, m in REBUILT
-  }
-  codes = {
-    **{"sx": s.sx, "vq": s.vq, "sx-tied": s.sx},
-    **dict.fromkeys(("kd", "kd-distilled", "pretrained-codes"), s.kd),
-    **{f"clusters-{size}": CodeSize(size, s.parts) for size in (64, 128, 256)},
-    **rebuilt,
-  }
-  embeddings = {
-    "full": full(s),
-    "sx": softmax(s, s.sx),
-    "vq": centroids(s, s.vq),
-    "sx-tied": softmax(s, s.sx, tied=True),
-    **{
-      f"low-rank-{times}": LowRankEmbedding(V, s.dim, max(1, s.dim // times), weight_init=s.begin)
-      for times in (5, 10, 20)
-    },
-    "kd": kd,
-    "kd-distilled": GuidedEmbedding(V, s.dim, kd),
-    "pretrained-codes": ProductEmbedding(V, s.dim, k, m, additive=True),
-    **{f"scalar-{bits}": ScalarEmbedding(V, s.dim, bits) for bits in (8, 6, 4)},
-    **{f"clusters-{size}": ProductEmbedding(V, s.dim, size, s.parts) for size in (64, 128, 256)},
-    **{
-      name: DPQEmbedding(V, s.dim, CentroidQuantizer(k, m, normalize=False))
-      for name, (k, m, _) in rebuilt.items()
-    },
-  }
-  start = {
-    "kd-distilled": convert.Guide(),
-    "pretrained-codes": convert.LearnedCodes(learner, s.rebuild_steps),
-  }
-  derive = {
-    "scalar": convert.to_levels,
-    "clusters": lambda embedding, table: convert.to_clusters(
-      embedding, table, key=jax.random.key(0)
+  free = DPQEmbedding(V, s.dim, free, query_init=s.begin)
+  every = [
+    DPQRow("full", "Full", full(s)),
+    DPQRow("sx", f"DPQ-SX ({s.sx})", softmax(s, s.sx)),
+    DPQRow("vq", f"DPQ-VQ ({s.vq})", centroids(s, s.vq)),
+    DPQRow("sx-tied", f"DPQ-SX, tied keys and values ({s.sx})", softmax(s, s.sx, tied=True)),
+    DPQRow("kd", f"KD codes, end to end ({kd})", ComposedEmbedding(V, s.dim, free, hidden=s.dim)),
+    *(DPQRow(f"low-rank-{n}", f"Low rank, {n}×", low_rank(s, n)) for n in (5, 10, 20)),
+    *(
+      DPQRow(
+        f"scalar-{bits}",
+        f"Scalar quantisation, {bits} bits",
+        ScalarEmbedding(V, s.dim, bits),
+        convert.to_levels,
+      )
+      for bits in (8, 6, 4)
     ),
-    "reconstruction": functools.partial(_rebuild, steps=s.rebuild_steps),
-  }
-  named = [
-    DPQRow(
-      name,
-      f"{LABELS[name]} ({codes[name]})" if name in codes else LABELS[name],
-      embedding,
-      start=start.get(name),
-      derive=derive.get(name.split("-")[0]),
-    )
-    for name, embedding in embeddings.items()
-    if name in s.rows
+    *(
+      DPQRow(
+        f"clusters-{k}",
+        f"Product quantisation, K = {k} ({CodeSize(k, s.dim // 2)})",
+        ProductEmbedding(V, s.dim, k, s.dim // 2),
+        lambda embedding, table: convert.to_clusters(embedding, table, key=jax.random.key(0)),
+      )
+      for k in (64, 128, 256)
+    ),
   ]
   grid = [
-    DPQRow(f"{kind}-{codes}", f"{LABELS[kind]} ({codes})", make(s, codes))
+    DPQRow(f"{kind}-{codes}", f"{label} ({codes})", make(s, codes))
     for shared in (False, True)
-    for kind, make in (("sx", softmax), ("vq", centroids))
+    for kind, label, make in (("sx", "DPQ-SX", softmax), ("vq", "DPQ-VQ", centroids))
     for codes in (CodeSize(k, m, shared) for k in s.grid[0] for m in s.grid[1])
   ]
-  return named + grid
+  return [row for row in every if row.name in s.rows] + grid
 
 
 def full(s: DPQSetting) -> Embedding:
@@ -155,16 +105,6 @@ def centroids(s: DPQSetting, codes: CodeSize) -> Embedding:
   return DPQEmbedding(V, s.dim, quantizer, query_init=s.begin)
 
 
-def _rebuild(embedding: DPQEmbedding, table: np.ndarray, steps: int) -> Mapping[str, Any]:
-  """Variables of a DPQ-VQ that learns to rebuild the trained table.
-
-  The paper does not say how its own was trained; of the ways that were tried, this one comes
-  nearest to its numbers.
-  """
-  start, cluster, key = jax.random.split(jax.random.key(0), 3)
-  variables = embedding.init(start, jnp.zeros((1,), jnp.int32))
-  variables["params"]["query"] = jnp.asarray(table)
-  fresh = {"params": variables["params"]["quantizer"]}
-  clustered = convert.clustered(embedding.quantizer, fresh, table, key=cluster)
-  variables["params"]["quantizer"] = clustered["params"]
-  return convert.reconstruct(embedding, variables, table, key=key, steps=steps)
+def low_rank(s: DPQSetting, times: int) -> Embedding:
+  """A product of two factors, `times` times smaller."""
+  return LowRankEmbedding(V, s.dim, s.dim // times, weight_init=s.begin)

@@ -6,52 +6,63 @@ python -m experiments.studies.dpq.run --scale cpu --list   list the runs and whi
 python -m experiments.studies.dpq.run --scale cpu --only ptb-small/sx,ptb-small/full
 python -m experiments.studies.dpq.run --render             update the page from the kept results
 
-A run that was stopped continues from its checkpoint. Results are lines of results.jsonl.
+A task is a pattern: 'ptb-*' is language modelling, 'ag-news/*' and 'dbpedia/*' are text
+classification, 'multi30k/*' is translation, and 'bert*' is BERT with its fine-tuning. A run that
+was stopped continues from its checkpoint. Results are lines of results.jsonl.
 """
 
 import dataclasses
 import functools
-import itertools
 import pathlib
-import tempfile
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from experiments.studies.dpq import report
-from experiments.studies.dpq.models import EncoderDecoder
+from experiments.studies.dpq.models.translator import Translator
 from experiments.studies.dpq.rows import DPQRow, full, rows
 from experiments.studies.dpq.settings import HEADLINE, SCALES, DPQSetting
-from experiments.studies.dpq.starts import FromPart, FromTable
 from experiments.studies.dpq.translation import bleu
 from experiments.studies.study import PaperStudy
 from experiments.studies.words import single_tokens
 from vqjax import DPQEmbedding, Embedding
 from vqjax.convert import part_of, squared_error, with_part
+from vqjax.convert.trained_variables import Variables
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment, with_vocab
 from vqjax.lab.data import fit_tokenizer
 from vqjax.lab.study.compressed import held_out_scores
 from vqjax.lab.study.jobs import StudyJob, derived, training_job
-from vqjax.lab.training import read_run_variables, saved_steps
-from vqjax.lab.training.run_folder import load_text
+from vqjax.lab.training import read_run_variables
+from vqjax.lab.training.checkpoint import check_tokenizer
+from vqjax.lab.training.run_folder import EncodedText, load_text
 from vqjax.lm.tokenizers import Tokenizer
 from vqjax.ops import quantize
 
-FAMILIES = (
-  ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"),
-  ("reagan", "bush", "obama", "clinton", "putin"),
-  ("toronto", "london", "paris", "tokyo", "chicago", "boston", "berlin"),
-)
-"""Words of one kind each, as in the paper's Table 8; their codes are kept."""
+PROBES, NEIGHBOURS = ("monopoly", "toronto", "quickly"), 9
+"""Words whose nearest neighbours are kept, and their number: Tables 5 to 7."""
 
-PROBES = "monopoly", "toronto", "quickly"
-"""Words whose nearest neighbours are kept: Tables 5 to 7."""
-NEIGHBOURS = 9
-CODES = 12
-"""Codes of a word that are kept."""
+
+@dataclasses.dataclass(frozen=True)
+class FromPart:
+  """Initialises one part of a model, such as its encoder, from another run.
+
+  Attributes:
+    folder: the other run's folder.
+    part: name of the part in both models.
+  """
+
+  folder: str
+  part: str
+
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
+    """The fresh variables with the other run's part; ValueError for another tokenizer."""
+    check_tokenizer(self.folder, text)
+    trained, _ = read_run_variables(self.folder)
+    return with_part(variables, self.part, part_of(trained, self.part))
 
 
 def jobs(scale: str) -> list[StudyJob]:
@@ -71,15 +82,11 @@ def jobs(scale: str) -> list[StudyJob]:
 
 def _trained(s: DPQSetting, row: DPQRow, seed: int = 0) -> StudyJob:
   name = f"{s.name}/{row.name}" + (f"-s{seed}" if seed else "")
-  start, needs = None, ()
-  if row.start is not None:
-    start, needs = FromTable(s.path("full", seed), row.start), (f"{s.name}/full",)
+  experiment, needs = s.make(row.name, row.embedding, seed=seed), ()
   if s.before is not None:
     start = FromPart(f"{s.folder}/{s.before}/{row.name}-{seed}", "encoder")
-    needs = (f"{s.before}/{row.name}",)
-  experiment = s.make(row.name, row.embedding, seed=seed)
-  if start is not None:
     experiment = dataclasses.replace(experiment, init_from=start)
+    needs = (f"{s.before}/{row.name}",)
   beside = functools.partial(measure_trained, words=s.words)
   return training_job(name, row.label, experiment, s.path(row.name, seed), beside, needs)
 
@@ -101,66 +108,29 @@ def measure_trained(
   Args:
     experiment: experiment of the run.
     folder: folder of the run.
-    words: whether neighbours and codes of words, and the tokens on each code, are among them.
+    words: whether neighbours of words, and the number of tokens on each code, are among them.
   """
   tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
-  embedding = with_vocab(experiment, tokenizer.vocab).model.embedding
+  model = with_vocab(experiment, tokenizer.vocab).model
+  embedding = model.embedding
   variables, _ = read_run_variables(folder)
-  own = _embedding_variables(variables)
+  # BERT's tasks hold the embedding in their encoder.
+  in_encoder = "embedding" not in variables["params"]
+  own = part_of(part_of(variables, "encoder") if in_encoder else variables, "embedding")
   measured = {"neighbours": nearest_words(embedding, own, tokenizer)} if words else {}
   if isinstance(embedding, DPQEmbedding):
-    codes_VM = codes_of_all(embedding, own)
+    encode = jax.jit(lambda own, tokens: embedding.apply(own, tokens, method="codes_of"))
+    codes_VM = encode(own, jnp.arange(embedding.vocab))
     counts_MK = quantize.code_counts(codes_VM, embedding.quantizer.codes)
     perplexity_M = np.asarray(quantize.code_perplexity(counts_MK), np.float64)
     measured["codes"] = {
-      "perplexity": {"mean": float(perplexity_M.mean()), "least": float(perplexity_M.min())},
-      "distinct": len(np.unique(codes_VM, axis=0)),
+      "perplexity": {"mean": float(perplexity_M.mean()), "least": float(perplexity_M.min())}
     }
     if words:
-      tokens = single_tokens(tokenizer, [word for family in FAMILIES for word in family])
-      measured["codes"] |= {
-        "counts": np.asarray(counts_MK, int).tolist(),
-        "words": {word: codes_VM[token, :CODES].tolist() for word, token in tokens.items()},
-      }
-    measured["compact"] = compact_size(embedding, own)
-    measured["changes"] = code_changes(embedding, folder)
-  if isinstance(experiment.model, EncoderDecoder):
-    measured["bleu"] = bleu(experiment, load_text(experiment).experiment.model, variables)
+      measured["codes"]["counts"] = np.asarray(counts_MK, int).tolist()
+  if isinstance(model, Translator):
+    measured["bleu"] = bleu(experiment, model, variables)
   return measured
-
-
-def _embedding_variables(variables: dict[str, Any]) -> dict[str, Any]:
-  """The embedding's variables, which some models hold in their encoder."""
-  if "encoder" in variables["params"] and "embedding" not in variables["params"]:
-    variables = {name: tree["encoder"] for name, tree in variables.items() if "encoder" in tree}
-  return part_of(variables, "embedding")
-
-
-def compact_size(embedding: DPQEmbedding, variables: dict[str, Any]) -> dict[str, float]:
-  """The compression ratio by the paper's formula, bytes in memory and in the file."""
-  small = embedding.compact(variables)
-  with tempfile.TemporaryDirectory() as folder:
-    path = pathlib.Path(folder, "embedding.safetensors")
-    small.save(path)
-    size = path.stat().st_size
-  return {"formula": small.compression_ratio(), "bytes": small.nbytes, "file_bytes": size}
-
-
-def code_changes(embedding: DPQEmbedding, folder: pathlib.Path) -> list[tuple[int, float]]:
-  """Percentage of codes that changed since the checkpoint before, by step."""
-  steps = saved_steps(folder)
-  codes = [
-    codes_of_all(embedding, _embedding_variables(read_run_variables(folder, at=step)[0]))
-    for step in steps
-  ]
-  changed = [100 * float((b != a).mean()) for a, b in itertools.pairwise(codes)]
-  return list(zip(steps[1:], changed, strict=True))
-
-
-def codes_of_all(embedding: DPQEmbedding, variables: dict[str, Any]) -> np.ndarray:
-  """The codes of every token, int32 [V, M]."""
-  encode = jax.jit(lambda own, tokens: embedding.apply(own, tokens, method="codes_of"))
-  return np.asarray(encode(variables, jnp.arange(embedding.vocab)))
 
 
 def nearest_words(
@@ -194,10 +164,7 @@ def measure_derived(experiment: Experiment, folder: pathlib.Path, row: DPQRow) -
     "shipped_bytes": model.embedding.inference_size().state_bytes,
     "lost": squared_error(rebuilt_VD, table_VD) / squared_error(0 * table_VD, table_VD),
   }
-  measured = {"result": result}
-  if isinstance(model, EncoderDecoder):
-    measured["bleu"] = bleu(experiment, model, variables)
-  return measured
+  return {"result": result}
 
 
 STUDY = PaperStudy(

@@ -104,7 +104,7 @@ def study_of(name):
   return importlib.import_module(f"experiments.studies.{name}.run").STUDY
 
 
-STUDIES = ["comparison", "dpq", "grouped", "vq_logits"]
+STUDIES = ["dpq", "grouped", "vq_logits"]
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -10,7 +10,7 @@ import vqjax
 from tests import tiny
 from vqjax.lab.config import FROM_TOKENIZER
 from vqjax.lab.study import Compressed
-from vqjax.lab.study.compressed import measure_compressed, moments_of
+from vqjax.lab.study.compressed import moments_of
 from vqjax.lab.training.run_folder import load_text
 
 
@@ -18,7 +18,7 @@ from vqjax.lab.training.run_folder import load_text
 def test_an_eight_bit_table_is_a_third_as_large_and_scores_as_the_trained_one(finished):
   run, folder, trained = finished
   row = Compressed("dense", bytes=None, method=vqjax.Int8(16))
-  found = measure_compressed(run, folder, row)["result"]
+  found = row.measure(run, folder)["result"]
   for split in ("valid", "test"):
     assert found[split]["tokens"] == trained[split]["tokens"]
     # A step of 8 bits is 1/127 of the largest number of its 16.

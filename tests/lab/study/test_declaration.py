@@ -8,6 +8,7 @@ import pytest
 from vqjax import CodebookHead, DenseEmbedding, DenseHead
 from vqjax.lab.config import config_hash
 from vqjax.lab.study import Compressed, Row, Study, load_study
+from vqjax.lab.training import FromRun
 
 
 def test_a_row_differs_from_the_base_in_its_fields_and_its_seed(base):
@@ -37,6 +38,9 @@ def test_a_scale_is_that_of_the_steps_and_their_schedule(base):
   assert (train.steps, train.warmup, train.eval_every, train.save_every) == (20, 2, 10, 5)
 
 
+BEGUN = {"init_from": lambda base, run: FromRun(run("a").folder)}
+
+
 @pytest.mark.parametrize(
   ("settings", "message"),
   [
@@ -52,6 +56,11 @@ def test_a_scale_is_that_of_the_steps_and_their_schedule(base):
     ({"tune": {"train.learning_rate": (0.1, -1.0)}}, r"row a: `train.learning_rate` must be above"),
     ({"tune": {"train.learning_rate": 0.1}}, r"`tune` must name values"),
     ({"rows": {"a": {}, "b": Compressed("c")}}, r"`of` must be a row .*; got 'c' in row b"),
+    ({"rows": {"b": BEGUN, "a": {}}}, r"row b: `run` must name a trained row before b; got 'a'"),
+    ({"rows": {"a": Row(seeds=1), "b": BEGUN}}, "row b: `seeds` must be at most those of a"),
+    ({"rows": {"a": Row(seeds=4)}}, r"`seeds` must be in \[1, 3\], the study's; got 4 in row a"),
+    ({"rows": {"a": Row(tuned_as="b"), "b": {}}}, "`tuned_as` must be a row before it.*got 'b'"),
+    ({"rows": {"a": {}, "b": Compressed("a", method=lambda table: table)}}, "row b: .*lambda"),
     ({"rows": {"a": Row(tune={"model.head": (object(),)})}}, r"`tune` must name values"),
   ],
 )

@@ -29,12 +29,14 @@ def losses() -> dict[str, float]:
   return {name: test["nats_per_token"] for name, test in rows if test}
 
 
-def test_what_another_process_makes_is_on_the_page(fitted, monkeypatch):
-  calls = []
+def test_what_other_processes_make_is_on_the_page_and_each_trial_is_one(fitted, monkeypatch):
+  calls, first = [], [f"dense/tuning-8-{place}" for place in range(3)]
+  second = ["dense/tuning-4-0", "dense/tuning-4-1"]
 
-  def one_by_one(work, jobs, parameters):
+  def one_by_one(work, jobs, timeout_min):
     calls.append([job.name for job in jobs])
-    assert parameters == {"timeout_min": "3"}
+    assert timeout_min == "3"
+    assert [job.needs for job in jobs if job.name == "dense/tuning"] in ([], [(*first, *second)])
     for job in jobs:
       launchers.RemoteJob.of(work, job)()
 
@@ -42,7 +44,9 @@ def test_what_another_process_makes_is_on_the_page(fitted, monkeypatch):
   asked = ["study.py", "--only", "dense", "--launcher", "slurm", "--submit", "timeout_min=3"]
   assert main(asked) == 0
   runs = ["dense/run", "dense/run-s1", "dense/run-s2"]
-  assert calls == [["dense/costs"], ["dense/tuning", *runs]]
+  assert calls == [["dense/costs"], [*first, *second, "dense/tuning", *runs]]
+  # The tuning found the runs of its trials.
+  assert sum(not test for *_, test in fitted.runs) == len(first + second)
   assert [*losses()] == runs
   assert "dense" in (FOLDER / "study.md").read_text()
 

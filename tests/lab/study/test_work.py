@@ -15,7 +15,7 @@ import pytest
 
 from tests import tiny
 from vqjax.commands.study import main
-from vqjax.lab.study import tuning, work
+from vqjax.lab.study import Compressed, tuning, work
 from vqjax.lab.study.tuning import ROUNDS
 
 FOLDER = pathlib.Path("runs/study")
@@ -128,13 +128,13 @@ def test_a_compressed_row_follows_its_source_and_is_not_tuned(fitted, monkeypatc
   file.write_text(text.replace('"dense": {},', '"dense": {}, "small": Compressed("dense"),'))
   sources = []
 
-  def measure(run, folder, row):
+  def measure(row, run, folder):
     sources.append((folder.name, run.train.learning_rate, row.of))
     score = {"nats_per_token": 3.0, "perplexity": math.exp(3.0)}
     parts = {"head": {"state_bytes": 7, "tied": True}, "embedding": {"shipped_bytes": 0}}
     return {"result": {"valid": score, "test": score, **parts}}
 
-  monkeypatch.setattr(work, "measure_compressed", measure)
+  monkeypatch.setattr(Compressed, "measure", measure)
   assert main(["study.py", "--only", "small"]) == 0
   assert [source[1:] for source in sources] == [(2e-3, "dense")] * 3
   assert sources[2][0].startswith("dense-s2-")
@@ -142,6 +142,71 @@ def test_a_compressed_row_follows_its_source_and_is_not_tuned(fitted, monkeypatc
     "7",
     "equal",
   )
+
+
+TAUGHT = """\
+      "taught": Row(
+        {
+          "init_from": lambda base, run: FromRun(run("dense").folder),
+          "train.weight_decay": lambda base, run: run("dense").experiment.train.learning_rate,
+        },
+        tuned_as="TUNED_AS",
+        seeds=2,
+      ),
+    },
+    tune"""
+
+
+@pytest.mark.parametrize("tuned_as", ["", "dense"])
+def test_a_row_begins_from_the_tuned_run_of_another_of_its_seed(fitted, tuned_as):
+  file = pathlib.Path("study.py")
+  text = file.read_text().replace("    },\n    tune", TAUGHT.replace("TUNED_AS", tuned_as))
+  file.write_text(
+    text.replace(
+      "import Row",
+      "import Row\nfrom vqjax.lab.training import FromRun\nfrom vqjax.lab.study import Row",
+    )
+  )
+  begun = {}
+  plain = fitted.nats
+
+  def nats(run):
+    if run.name == "taught":
+      begun.setdefault(run.init_from.folder, []).append(run.train.weight_decay)
+      return 2.5
+    return plain(run)
+
+  fitted.nats = nats
+  assert main(["study.py", "--only", "taught"]) == 0
+  folders = sorted(map(str, FOLDER.glob("runs/dense-*")), key=lambda path: "-s1-" in path)
+  assert sorted(begun) == sorted(folders)
+  assert {rate for rates in begun.values() for rate in rates} == {2e-3}
+  # Its trials begin from the first seed.
+  assert [len(begun[folder]) for folder in folders] == [1 if tuned_as else 7, 1]
+  assert ("`taught` has the tuning of `dense`" in page()) == bool(tuned_as)
+  assert "`taught` has" not in page().partition("## Tuning")[0]
+  fitted.runs.clear()
+  FOLDER.rename("moved")
+  assert main(["study.py", "--only", "taught", "--out", "moved"]) == 0
+  assert fitted.runs == []
+
+
+def test_a_row_of_one_seed_is_compared_with_the_mean_of_the_reference(fitted):
+  file = pathlib.Path("study.py")
+  file.write_text(file.read_text().replace('"wild": Row(', '"one": Row(seeds=1), "wild": Row('))
+  fitted.nats = lambda run: 4.0 if run.name == "one" else 3.0 + run.seed
+  assert main(["study.py", "--only", "dense,one"]) == 0
+  np.testing.assert_allclose(float(lines()["one"]["percent_from_reference"]), 0, atol=1e-9)
+  assert lines()["one"]["percent_low"] == ""
+
+
+def test_further_measurements_are_kept_with_each_finished_run(fitted):
+  file = pathlib.Path("study.py")
+  measure = "seeds=3,\n    measure=lambda run, folder: {'steps of': run.name},"
+  file.write_text(file.read_text().replace("seeds=3,", measure))
+  assert main(["study.py", "--only", "dense"]) == 0
+  kept = [json.loads(line) for line in (FOLDER / "results.jsonl").read_text().splitlines()]
+  assert [row.get("steps of") for row in kept if "/run" in row["name"]] == ["dense"] * 3
 
 
 def test_one_seed_has_no_verdict(fitted):
@@ -161,7 +226,17 @@ def test_the_plan_adds_the_measured_seconds_of_what_is_left(fitted, capsys):
   assert main(["study.py", "--only", "dense/run"]) == 0
   # A trial starts in 4 s, has 5 or 10 steps and two evaluations; the run has 40 steps and three.
   seconds = 3 * (4 + 5 * 0.5 + 2 * 2) + 2 * (4 + 10 * 0.5 + 2 * 2) + 4 + 40 * 0.5 + 3 * 2 + 1
-  assert f"together about {seconds / 60:.1f} min" in capsys.readouterr().out
+  further = 2 * (4 + 10 * 0.5 + 2 * 2)
+  printed = f"together about {seconds / 60:.1f} min, and up to {further:.0f} s for values beyond"
+  assert printed in capsys.readouterr().out
+
+
+def test_names_of_rows_with_a_space_between_say_that_commas_belong_there(fitted, capsys):
+  with pytest.raises(SystemExit):
+    main(["study.py", "--only", "dense", "codebook"])
+  assert "unrecognized arguments: codebook; `--only` takes names with commas" in (
+    capsys.readouterr().err
+  )
 
 
 def test_pages_are_rendered_without_a_run_and_alike_again(fitted):
@@ -241,15 +316,22 @@ def test_a_study_that_is_killed_in_each_phase_ends_with_the_same_results(tmp_pat
   start = lambda out: subprocess.Popen([*call, out], cwd=tmp_path, env=os.environ | own)
   assert start("whole").wait() == 0
   killed = tmp_path / "killed"
-  # The costs, a trial, the second round, a run's first checkpoint, and the compressed rows.
+  results = killed / "results.jsonl"
+  count = lambda pattern: len([*killed.glob(pattern)])
+  # Costs, trials of both rounds, checkpoints and results of runs, compressed rows, and pages.
   phases = (
-    lambda: (killed / "results.jsonl").exists(),
-    lambda: [*killed.glob("tuning/dense/*/result.json")],
-    lambda: len([*killed.glob("tuning/dense/*/result.json")]) > 3,
-    lambda: [*killed.glob("runs/dense-*/checkpoints/*")],
-    lambda: [*killed.glob("runs/codebook-*/result.json")],
+    results.exists,
+    lambda: "codebook/costs" in results.read_text(),
+    lambda: count("tuning/dense/*/result.json"),
+    lambda: count("tuning/dense/*/result.json") > 3,
+    lambda: "dense/tuning" in results.read_text(),
+    lambda: count("runs/dense-*/checkpoints/*"),
+    lambda: count("study.md"),
+    lambda: count("tuning/codebook/*/checkpoints/*"),
+    lambda: count("runs/codebook-*/result.json"),
+    lambda: "small/run" in results.read_text(),
   )
-  for is_reached in phases:
+  for is_reached in phases if os.environ.get("VQJAX_EXHAUSTIVE") else phases[::3]:
     process = start("killed")
     while not is_reached():
       assert process.poll() is None

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import importlib.util
+import itertools
 import math
 import pathlib
 import sys
@@ -276,10 +277,12 @@ def load_function(path: str | pathlib.Path, function: str, kind: type[T]) -> T:
       f"`config` must be a Python file; got {path}. {hint}The folder {path.parent} has"
       f" {', '.join(there) or 'no configs, or does not exist'}."
     )
-  # As `import configs.vq_logits.ptb` names it, so that a config may import its neighbours.
+  # As `import configs.vq_logits.ptb` names it, so that a config may import its neighbours: a file
+  # of a package is a module of it.
   resolved = path.resolve()
   above = [folder for folder in resolved.parents if folder.name == "configs"]
-  root = (above or [resolved.parent])[-1].parent
+  packages = itertools.takewhile(lambda at: (at / "__init__.py").is_file(), resolved.parents)
+  root = (above or [*packages] or [resolved.parent])[-1].parent
   name = ".".join(resolved.relative_to(root).with_suffix("").parts)
   spec = importlib.util.spec_from_file_location(name, resolved)
   module = importlib.util.module_from_spec(spec)

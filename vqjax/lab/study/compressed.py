@@ -1,5 +1,6 @@
 """Trained models whose vocabulary table is compressed after their training."""
 
+import abc
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
@@ -16,11 +17,12 @@ from vqjax.convert import part_of, with_part
 from vqjax.embeddings import DenseEmbedding
 from vqjax.heads import DenseHead
 from vqjax.lab.config import Experiment
+from vqjax.lab.config.identity import describe
 from vqjax.lab.training import evaluate, make_scorer, read_run_variables
 from vqjax.lab.training.run_folder import EncodedText, load_text
 from vqjax.lab.training.step import carried
 
-__all__ = ["Compressed", "held_out_scores", "measure_compressed", "moments_of"]
+__all__ = ["Compressed", "Derived", "held_out_scores", "moments_of"]
 
 HIDDEN_STATES = 2**17
 """Hidden states whose second moment is taken."""
@@ -30,10 +32,44 @@ INPUTS_EVERY = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Compressed:
+class Derived(abc.ABC):
+  """A row whose models are made of the trained ones of another row, and trained no more.
+
+  Attributes:
+    of: name of the other row.
+    label: name in tables; "": that of the row.
+  """
+
+  of: str
+  label: str = dataclasses.field(default="", kw_only=True)
+
+  @abc.abstractmethod
+  def settings(self) -> dict[str, Any]:
+    """Return what its results depend on, beside the run, as values that JSON has."""
+
+  @abc.abstractmethod
+  def measure(self, experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+    """Measure a model that is made of a run of the other row.
+
+    Args:
+      experiment: the experiment of the run.
+      folder: its run folder.
+
+    Returns:
+      {"result": what a run's result has of scores and sizes, ...}.
+    """
+
+  def check(self, experiment: Experiment) -> None:
+    """Raise ValueError where no model can be made of runs of an experiment, before any is run."""
+    del experiment
+    self.settings()
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressed(Derived):
   """A row whose models are the trained ones of another row, their table compressed.
 
-  It is trained and tuned no more. The head of the other row is a `DenseHead`, tied or not.
+  The head of the other row is a `DenseHead`, tied or not.
 
   Attributes:
     of: name of the other row.
@@ -43,14 +79,51 @@ class Compressed:
     label: name in tables; "": that of the row.
   """
 
-  of: str
   bytes: float | None = 1 / 16
   method: Callable | None = None
-  label: str = ""
 
-  def settings(self) -> dict[str, str]:
-    """What its results depend on, beside the run."""
-    return {"bytes": repr(self.bytes), "method": repr(self.method)}
+  def settings(self) -> dict[str, Any]:
+    """The size and the method, which may be no lambda."""
+    return {"bytes": self.bytes, "method": describe(self.method)}
+
+  def check(self, experiment: Experiment) -> None:
+    """Raise ValueError where the head is none of a table, or the method a lambda."""
+    super().check(experiment)
+    head = getattr(experiment.model, "head", None)
+    if not isinstance(head, DenseHead):
+      raise ValueError(
+        f"`of` must be a row whose head is a DenseHead; got {self.of!r}. Name another."
+      )
+
+  def measure(self, experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+    """Scores and bytes of a trained model with a compressed table."""
+    text = load_text(experiment)
+    variables, _ = read_run_variables(folder)
+    model, variables = _with_floats(text.experiment.model, variables)
+    head: DenseHead = model.head
+    owner = "head" if head.embedding is None else "embedding"
+    params = part_of(variables, owner)["params"]
+    small = vqjax.compress(
+      params["weight"],
+      bytes=self.bytes,
+      method=self.method,
+      moments=moments_of(model, variables, text),
+      bias=part_of(variables, "head").get("params", {}).get("bias"),
+      seed=experiment.seed,
+    )
+    rows = small.rows(np.arange(head.vocab)).astype(params["weight"].dtype)
+    variables = with_part(variables, owner, {"params": {**params, "weight": rows}})
+    result: dict[str, Any] = held_out_scores(model, variables, text)
+    is_tied = owner == "embedding"
+    inputs = 0 if is_tied else model.embedding.inference_size().state_bytes
+    result["head"] = {
+      "class": type(head).__name__,
+      "state_bytes": small.report.bytes,
+      "tied": is_tied,
+    }
+    result["embedding"] = {"shipped_bytes": inputs}
+    result["seed"] = experiment.seed
+    return {"result": result}
 
 
 def held_out_scores(
@@ -128,45 +201,6 @@ class _Mean:
   @property
   def value(self) -> np.ndarray:
     return self.total / self.count
-
-
-def measure_compressed(
-  experiment: Experiment, folder: pathlib.Path, row: Compressed
-) -> dict[str, Any]:
-  """Scores and bytes of a trained model with a compressed table.
-
-  Args:
-    experiment: the experiment of the run.
-    folder: its run folder.
-    row: the compression.
-  """
-  text = load_text(experiment)
-  variables, _ = read_run_variables(folder)
-  model, variables = _with_floats(text.experiment.model, variables)
-  head: DenseHead = model.head
-  owner = "head" if head.embedding is None else "embedding"
-  params = part_of(variables, owner)["params"]
-  small = vqjax.compress(
-    params["weight"],
-    bytes=row.bytes,
-    method=row.method,
-    moments=moments_of(model, variables, text),
-    bias=part_of(variables, "head").get("params", {}).get("bias"),
-    seed=experiment.seed,
-  )
-  rows = small.rows(np.arange(head.vocab)).astype(params["weight"].dtype)
-  variables = with_part(variables, owner, {"params": {**params, "weight": rows}})
-  result: dict[str, Any] = held_out_scores(model, variables, text)
-  is_tied = owner == "embedding"
-  inputs = 0 if is_tied else model.embedding.inference_size().state_bytes
-  result["head"] = {
-    "class": type(head).__name__,
-    "state_bytes": small.report.bytes,
-    "tied": is_tied,
-  }
-  result["embedding"] = {"shipped_bytes": inputs}
-  result["seed"] = experiment.seed
-  return {"result": result}
 
 
 def _with_floats(model: nn.Module, variables: Mapping[str, Any]) -> tuple[nn.Module, Mapping]:

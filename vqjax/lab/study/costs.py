@@ -90,10 +90,13 @@ def run_seconds(costs: Mapping[str, float], steps: int, evaluations: int = 1) ->
   return costs["start_seconds"] + steps * costs["step_seconds"] + evaluated
 
 
-def tuning_seconds(costs: Mapping[str, float], steps: int, candidates: int) -> float:
-  """Seconds of a tuning of so many candidates for runs of so many steps."""
-  no_test, total = {**costs, "test_seconds": 0.0}, 0.0
+def tuning_seconds(
+  costs: Mapping[str, float], steps: int, candidates: int, further: int = 0
+) -> float:
+  """Seconds of a tuning of so many candidates, and `further` ones, for runs of so many steps."""
+  trial = lambda part: run_seconds({**costs, "test_seconds": 0.0}, max(1, steps // part))
+  total = further * trial(ROUNDS[-1])
   for part in ROUNDS if candidates > 1 else ():
-    total += candidates * run_seconds(no_test, max(1, steps // part))
+    total += candidates * trial(part)
     candidates = kept_candidates(candidates)
   return total

@@ -1,21 +1,21 @@
 """The declaration of a study: one base, rows that differ from it, and what is tuned."""
 
 import ast
+import copy
 import dataclasses
 import inspect
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
-from vqjax.heads import DenseHead
 from vqjax.lab.config import Experiment, config_hash, load_function, with_fields
-from vqjax.lab.study.compressed import Compressed
-from vqjax.lab.study.tuning import SearchSpace, stretched
+from vqjax.lab.study.compressed import Derived
+from vqjax.lab.study.tuning import EXTENSIONS, SearchSpace, stretched
 from vqjax.lm.records import shown
 
-__all__ = ["Row", "Study", "load_study"]
+__all__ = ["Row", "Run", "Study", "load_study"]
 
 TUNING_SEED = 100
 """Added to the seed of the base, for tunings: not the seed of a row."""
@@ -36,20 +36,46 @@ class FieldError(ValueError):
     self.texts = texts
 
 
+class Run(NamedTuple):
+  """A run of a row that another row begins from.
+
+  Attributes:
+    experiment: its experiment, with what its tuning chose.
+    folder: its run folder.
+  """
+
+  experiment: Experiment
+  folder: str
+
+  @classmethod
+  def of(cls, experiment: Experiment, folder: str) -> "Run":
+    """A run whose model shares no layer with those of other rows: equal parts would be one."""
+    return cls(dataclasses.replace(experiment, model=copy.deepcopy(experiment.model)), folder)
+
+
+Runs = Callable[[str], Run]
+"""Row -> its run of the same seed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
   """A row with more than its fields.
 
   Attributes:
     fields: dotted path of a field of the experiment -> its value, or a lambda that makes it of the
-      base, such as `lambda base: CodebookHead(0, base.model.dim, 64)`.
+      base, such as `lambda base: CodebookHead(0, base.model.dim, 64)`, or of the base and of the
+      runs of rows before it: `lambda base, run: FromRun(run("dense").folder)`.
     label: name in tables; "": that of the row.
     tune: what this row tries, in place of the study's `tune`; None: the same.
+    tuned_as: the row whose tuning it has, in place of its own; "": its own.
+    seeds: number of its seeds; None: that of the study.
   """
 
   fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   label: str = ""
   tune: Mapping[str, Sequence[Any]] | None = None
+  tuned_as: str = ""
+  seeds: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +93,17 @@ class Study:
 
   Attributes:
     base: the experiment that every row begins from.
-    rows: name -> what differs from the base: fields, or a `Row`; or a `Compressed` row of another.
+    rows: name -> what differs from the base: fields, or a `Row`; or a `Derived` row of another,
+      such as `Compressed`.
     tune: dotted path of a field -> the values that every row tries, all combinations, on the
       validation split. {}: nothing is tuned.
     seeds: number of seeds of each row: that of the base, and the next ones.
     reference: name of the row from which differences are taken; "": the first.
     margin: relative difference of perplexity within which rows count as equal.
+    extensions: values beyond those of a field that a tuning tries at most, where its winner lies at
+      an edge of them.
+    measure: (experiment, run folder) -> further measurements, kept beside the result of each
+      finished run.
 
   Raises:
     ValueError: a row or a field does not exist or cannot have a value; every row is made once to
@@ -80,11 +111,13 @@ class Study:
   """
 
   base: Experiment
-  rows: Mapping[str, Mapping[str, Any] | Row | Compressed]
+  rows: Mapping[str, Mapping[str, Any] | Row | Derived]
   tune: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
   seeds: int = 3
   reference: str = ""
   margin: float = 0.01
+  extensions: int = EXTENSIONS
+  measure: Callable[[Experiment, pathlib.Path], dict[str, Any]] | None = None
 
   def __post_init__(self):
     if not isinstance(self.base, Experiment):
@@ -116,17 +149,41 @@ class Study:
 
   def _check_row(self, name: str) -> None:
     """Make a row, and it with each value that it tries."""
-    if isinstance(row := self.row(name), Compressed):
-      if row.of not in self.trained or not isinstance(_head(self.experiment(row.of)), DenseHead):
+    if isinstance(row := self.row(name), Derived):
+      if row.of not in self.trained:
         raise FieldError(
-          f"`of` must be a row whose head is a DenseHead; got {row.of!r} in row {name}. Name one.",
-          name,
+          f"`of` must be a row that is trained; got {row.of!r} in row {name}. Name one.", name
         )
+      try:
+        row.check(self.experiment(row.of))
+      except ValueError as error:
+        raise FieldError(f"row {name}: {error}", "method", name) from error
       return
+    names = list(self.rows)
+    tuned = [each for each in names[: names.index(name)] if each in self.trained]
+    tuned = [each for each in tuned if not self.row(each).tuned_as]
+    if row.tuned_as and row.tuned_as not in tuned:
+      raise FieldError(
+        f"`tuned_as` must be a row before it that has a tuning; got {row.tuned_as!r} in row {name}."
+        f" There are {', '.join(tuned) or 'none'}.",
+        name,
+      )
+    if row.seeds is not None and not 1 <= row.seeds <= self.seeds:
+      raise FieldError(
+        f"`seeds` must be in [1, {self.seeds}], the study's; got {row.seeds} in row {name}. Raise"
+        " those of the study, or lower these.",
+        name,
+      )
     space = self.space(name)
     try:
       plain = self.experiment(name)
       config_hash(plain)
+      for source in self.begins_from(name):
+        if self.seeds_of(source) < self.seeds_of(name):
+          raise ValueError(
+            f"`seeds` must be at most those of {source}, from which it begins,"
+            f" {self.seeds_of(source)}; got {self.seeds_of(name)}. Change one of them."
+          )
       for field, values in space.values.items():
         for value in values:
           with_fields(plain, {field: value})
@@ -136,21 +193,39 @@ class Study:
 
   @property
   def trained(self) -> list[str]:
-    """Names of the rows that are trained: those that are not compressed."""
-    return [name for name, row in self.rows.items() if not isinstance(row, Compressed)]
+    """Names of the rows that are trained: those that are not derived from others."""
+    return [name for name, row in self.rows.items() if not isinstance(row, Derived)]
 
-  def row(self, name: str) -> Row | Compressed:
+  def row(self, name: str) -> Row | Derived:
     """A row with its label, and of a trained one what it tries."""
     given = self.rows[name]
-    if isinstance(given, Compressed):
+    if isinstance(given, Derived):
       return dataclasses.replace(given, label=given.label or name)
     row = given if isinstance(given, Row) else Row(given)
     tune = self.tune if row.tune is None else row.tune
     return dataclasses.replace(row, label=row.label or name, tune=tune)
 
+  def seeds_of(self, name: str) -> int:
+    """The number of seeds of a row; a derived one has those of its source."""
+    row = self.row(name)
+    if isinstance(row, Derived):
+      return self.seeds_of(row.of)
+    return self.seeds if row.seeds is None else row.seeds
+
+  def begins_from(self, name: str) -> tuple[str, ...]:
+    """The rows whose runs a trained row begins from."""
+    asked: list[str] = []
+
+    def run(row: str) -> Run:
+      asked.append(row)
+      return self._earlier(name)(row)
+
+    self.experiment(name, runs=run)
+    return tuple(dict.fromkeys(asked))
+
   def space(self, name: str) -> SearchSpace:
     """What a trained row tries."""
-    tune = self.row(name).tune
+    tune = self.row(self.row(name).tuned_as or name).tune
     for field, values in tune.items():
       is_plain = isinstance(values, (tuple, list)) and all(isinstance(v, PLAIN) for v in values)
       if not is_plain or not values:
@@ -161,30 +236,47 @@ class Study:
         )
     return SearchSpace({field: tuple(values) for field, values in tune.items()})
 
-  def experiment(self, name: str, seed: int = 0, scale: Fraction = Fraction(1)) -> Experiment:
+  def experiment(
+    self, name: str, seed: int = 0, scale: Fraction = Fraction(1), runs: Runs | None = None
+  ) -> Experiment:
     """The experiment of a trained row before its tuning.
 
     Args:
       name: the row.
       seed: number of the seed, from 0.
       scale: how often the steps of the base are trained.
+      runs: row -> its run, for a row that begins from others; None: runs without a tuning, in
+        folders that do not exist.
     """
     base = dataclasses.replace(self.base, name=name, seed=self.base.seed + seed)
-    values = {path: _made(value, base) for path, value in self.row(name).fields.items()}
+    runs = runs or self._earlier(name, seed)
+    values = {path: _made(value, base, runs) for path, value in self.row(name).fields.items()}
     made = with_fields(base, values)
     if scale == 1:
       return made
     return dataclasses.replace(made, train=stretched(made.train, scale))
 
+  def _earlier(self, name: str, seed: int = 0) -> Runs:
+    """Runs of the rows before a row, as if they were."""
+    names = list(self.rows)
+    before = [row for row in names[: names.index(name)] if row in self.trained]
 
-def _head(experiment: Experiment) -> Any:
-  return getattr(experiment.model, "head", None)
+    def run(row: str) -> Run:
+      if row not in before:
+        raise ValueError(
+          f"`run` must name a trained row before {name}; got {row!r}. There are"
+          f" {', '.join(before) or 'none'}: put it before."
+        )
+      return Run.of(self.experiment(row, seed), f"runs/{row}")
+
+    return run
 
 
-def _made(value: Any, base: Experiment) -> Any:
-  """The value of a field; a lambda, which no field may hold, makes it of the base."""
-  is_lambda = inspect.isfunction(value) and value.__name__ == "<lambda>"
-  return value(base) if is_lambda else value
+def _made(value: Any, base: Experiment, runs: Runs) -> Any:
+  """The value of a field; a lambda, which no field may hold, makes it of the base and of runs."""
+  if not inspect.isfunction(value) or value.__name__ != "<lambda>":
+    return value
+  return value(*(base, runs)[: len(inspect.signature(value).parameters)])
 
 
 def load_study(path: str | pathlib.Path) -> Study:

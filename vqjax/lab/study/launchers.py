@@ -7,7 +7,7 @@ machines see that folder. What runs when is up to Ray and SLURM, which know what
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -47,8 +47,13 @@ class RemoteJob:
   def __call__(self) -> None:
     """Make the result of the job and keep it."""
     os.chdir(self.directory)
-    jobs = Work(load_study(self.file), self.folder, self.file, self.scale).job_list()
-    jobs.do(next(job for job in jobs.jobs if job.name == self.name))
+    work = Work(load_study(self.file), self.folder, self.file, self.scale)
+    jobs = work.job_list()
+    for job in jobs.jobs:
+      if job.name == self.name:
+        return jobs.do(job)
+    # A trial, of which nothing is kept but its run.
+    next(job for job in work.in_parts(jobs.jobs) if job.name == self.name).make()
 
   @staticmethod
   def of(work: Work, job: StudyJob) -> "RemoteJob":
@@ -56,12 +61,11 @@ class RemoteJob:
     return RemoteJob(work.file, work.folder, work.scale, job.name, str(pathlib.Path.cwd()))
 
 
-def on_ray(work: Work, jobs: Sequence[StudyJob], parameters: Mapping[str, str]) -> None:
+def on_ray(work: Work, jobs: Sequence[StudyJob]) -> None:
   """Run jobs on the cluster at RAY_ADDRESS, or on one that starts on this machine.
 
   A job takes one GPU, or all cores of a machine where no machine has a GPU.
   """
-  del parameters
   ray = import_extra("ray", "ray")
   if not ray.is_initialized():
     passed = {key: value for key, value in os.environ.items() if key.startswith(PASSED)}
@@ -91,7 +95,7 @@ def _after(job: RemoteJob, *before: None) -> None:
   job()
 
 
-def on_slurm(work: Work, jobs: Sequence[StudyJob], parameters: Mapping[str, str]) -> None:
+def on_slurm(work: Work, jobs: Sequence[StudyJob], **parameters: str) -> None:
   """Submit jobs to SLURM by submitit, each after those that it needs, and wait for them.
 
   Args:
@@ -121,8 +125,8 @@ def on_slurm(work: Work, jobs: Sequence[StudyJob], parameters: Mapping[str, str]
     exits.say(f"{name} has ended")
 
 
-Launcher = Callable[[Work, Sequence[StudyJob], Mapping[str, str]], None]
-"""(study, jobs that are missing, parameters) -> None, once all of them have ended."""
+Launcher = Callable[..., None]
+"""(study, jobs that are missing, **parameters) -> None, once all of them have ended."""
 
 LAUNCHERS: dict[str, Launcher | None] = {"local": None, "ray": on_ray, "slurm": on_slurm}
 """Names of launchers; None: in this process, one job after another."""

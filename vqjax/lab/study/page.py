@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
 from vqjax.lab.report.plots import byte_axis, label_points, save_png
+from vqjax.lab.study.compressed import Derived
 from vqjax.lab.study.declaration import Study
 from vqjax.lab.study.seeds import (
   Interval,
@@ -24,7 +25,7 @@ from vqjax.lab.study.seeds import (
   paired,
   results_by_seed,
 )
-from vqjax.lab.study.tuning import EXTENSIONS, ROUNDS
+from vqjax.lab.study.tuning import ROUNDS
 from vqjax.lab.study.work import Work
 from vqjax.lm.pages import SERIES, blank, document, element, html_table, plot
 from vqjax.outputs import write_text
@@ -35,12 +36,23 @@ CAPTION = "Bytes of the vocabulary layer against the loss on the test split. Low
 
 
 def difference(study: Study, results: Results, name: str) -> Interval | None:
-  """The difference of a row's test perplexity from the reference, paired by seed."""
-  of = lambda row: {
+  """The difference of a row's test perplexity from the reference, paired by seed.
+
+  A row of one run shares only the number of its seed with another training: its difference is that
+  from the mean of the reference's seeds, unless it is derived from the reference.
+  """
+  nats = lambda row: {
     seed: run["test"]["nats_per_token"]
     for seed, run in finished_results(results, f"{row}/run").items()
   }
-  return None if name == study.reference else paired(of(name), of(study.reference))
+  own, other = nats(name), nats(study.reference)
+  if name == study.reference or not other:
+    return None
+  row = study.row(name)
+  if len(own) == 1 and not (isinstance(row, Derived) and row.of == study.reference):
+    (nats_of_one,) = own.values()
+    return Interval.of([nats_of_one - statistics.fmean(other.values())])
+  return paired(own, other)
 
 
 def layer_bytes(result: Mapping[str, Any]) -> tuple[int | None, int | None]:
@@ -181,15 +193,15 @@ def missing(study: Study, results: Results) -> list[str]:
   """Sentences on failed jobs, seeds without a run, and code that is not committed."""
   lines = [line.removeprefix("- ") for line in failures(results).splitlines()]
   for name in study.rows:
-    kept = results_by_seed(results, f"{name}/run")
-    absent = [str(seed) for seed in range(study.seeds) if seed not in kept]
+    kept, count = results_by_seed(results, f"{name}/run"), study.seeds_of(name)
+    absent = [str(seed) for seed in range(count) if seed not in kept]
     if absent:
       tuning = results.get(f"{name}/tuning")
       why = (
         " because its tuning failed" if tuning and tuning["result"]["status"] == "failed" else ""
       )
       seeds = f"seed {absent[0]} is" if len(absent) == 1 else f"seeds {', '.join(absent)} are"
-      lines.append(f"`{name}` has {len(kept)} of {study.seeds} runs: {seeds} missing{why}.")
+      lines.append(f"`{name}` has {len(kept)} of {count} runs: {seeds} missing{why}.")
   code = {kept["code"] for kept in results.values() if "code" in kept}
   if None in code:
     lines.append("The file of the study is in no git repository.")
@@ -283,6 +295,11 @@ def _tuning_sentences(study: Study) -> list[str]:
   if all(len(study.space(name).candidates()) == 1 for name in study.trained):
     return ["Nothing was tuned."]
   first, second = ROUNDS
+  beyond = (
+    f" Where the best lay at an edge of the grid, up to {study.extensions} values beyond it were"
+    " tried too."
+  ) * (study.extensions > 0)
+  shared = {name: owner for name in study.trained if (owner := study.row(name).tuned_as)}
   spaces = {
     ", ".join(
       f"{field} {tuple(map(shown_value, values))}".replace("'", "")
@@ -292,9 +309,9 @@ def _tuning_sentences(study: Study) -> list[str]:
   }
   return [
     f"Every row tried {' or '.join(sorted(spaces))}, with a seed of its own: all candidates for an"
-    f" {first}th of the steps, the best third again for a {second}th, by the validation loss. Where"
-    f" the best lay at an edge of the grid, up to {EXTENSIONS} values beyond it were tried too."
-  ]
+    f" {first}th of the steps, the best third again for a {second}th, by the validation loss."
+    + beyond
+  ] + [f"`{name}` has the tuning of `{owner}`." for name, owner in shared.items()]
 
 
 def _inline(text: str) -> str:

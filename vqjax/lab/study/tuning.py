@@ -8,12 +8,13 @@ quarter of the steps too, at most twice a field.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -26,11 +27,10 @@ __all__ = [
   "EXTENSIONS",
   "ROUNDS",
   "SearchSpace",
+  "Tuning",
   "kept_candidates",
   "shortened",
   "stretched",
-  "tuned",
-  "tuning",
 ]
 
 ROUNDS = 8, 4
@@ -58,12 +58,19 @@ class SearchSpace:
     """The space with further values of some fields."""
     return SearchSpace({name: (*vs, *further.get(name, ())) for name, vs in self.values.items()})
 
+  def edged(self) -> list[str]:
+    """The fields that have edges: those of several numbers."""
+    return [field for field in self.values if len(self._numbers(field)) > 1]
+
+  def _numbers(self, field: str) -> list[float]:
+    return sorted({v for v in self.values[field] if type(v) in (int, float)})
+
   def edge(self, field: str, value: Any) -> str | None:
     """Name the edge, "smallest" or "largest", where a value is; None within or of one number.
 
     The smallest dropout, 0, is no edge: there is none beyond it.
     """
-    tried = sorted({v for v in self.values[field] if type(v) in (int, float)})
+    tried = self._numbers(field)
     if len(tried) < 2 or value not in (tried[0], tried[-1]) or value == 0 == tried[0]:
       return None
     return "smallest" if value == tried[0] else "largest"
@@ -74,7 +81,7 @@ class SearchSpace:
     Steps are as the last one of the values: a ratio of positive numbers, such as learning rates; a
     difference for dropout, which stays in [0, 1), and for values with a 0.
     """
-    tried = sorted({v for v in self.values[field] if type(v) in (int, float)})
+    tried = self._numbers(field)
     last, other = tried[:2] if edge == "smallest" else tried[:-3:-1]
     is_dropout = field.endswith("dropout")
     is_rate = tried[0] > 0 and not is_dropout
@@ -112,96 +119,134 @@ def shortened(experiment: Experiment, part: int) -> Experiment:
   return dataclasses.replace(experiment, train=own)
 
 
-def tuning(
-  name: str,
-  label: str,
-  experiment: Experiment,
-  space: SearchSpace,
-  folder: str | pathlib.Path,
-  extensions: int = 0,
-) -> StudyJob:
-  """Job that chooses the fields of an experiment on its validation split.
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+  """The choice of an experiment's fields on its validation split.
 
-  The result holds `chosen` (field -> value), `trials` (one for each run: its fields, steps and
-  validation loss in nats a token; None where it diverged), `extended` (field -> values beyond those
-  of the space that were tried) and the `seconds` of all trials. Where every candidate diverges its
-  status is "failed".
-
-  Args:
-    name: name of the job.
-    label: its label in lists.
+  Attributes:
+    name: name of its job.
+    label: the job's label in lists.
     experiment: the row's experiment, with its full number of steps.
     space: what is tried.
     folder: folder of the trials' runs, one for each candidate and round; their checkpoints are
       removed once they have a result.
     extensions: values beyond those of a field that are tried at most.
+    identified: hash of the experiment; "": its `config_hash`.
   """
-  folder = pathlib.Path(folder)
 
-  def make() -> dict[str, Any]:
+  name: str
+  label: str
+  experiment: Experiment
+  space: SearchSpace
+  folder: pathlib.Path
+  extensions: int = 0
+  identified: str = ""
+
+  def job(self) -> StudyJob:
+    """Return the job that makes every trial that is missing, and chooses.
+
+    Its result holds `chosen` (field -> value), `trials` (one for each run: its fields, steps and
+    validation loss in nats a token; None where it diverged), `extended` (field -> values beyond
+    those of the space that were tried) and the `seconds` of all trials. Where every candidate
+    diverges its status is "failed".
+    """
+    return StudyJob(self.name, self.label, self._identity, self._choose)
+
+  def trials(self) -> list[StudyJob]:
+    """Return a job for each trial of the rounds, for several processes; `job` finds their runs."""
+    jobs: list[StudyJob] = []
+    count, before = len(self.space.candidates()), ()
+    for at, part in enumerate(ROUNDS if count > 1 else ()):
+      names = tuple(f"{self.name}-{part}-{place}" for place in range(count))
+      for place, name in enumerate(names):
+        trial = functools.partial(self._trial_of_round, at, place)
+        jobs.append(StudyJob(name, "trial", str, trial, before))
+      count, before = kept_candidates(count), names
+    return jobs
+
+  def _trial_of_round(self, at: int, place: int) -> dict[str, Any]:
+    left = self.space.candidates()
+    for part in ROUNDS[:at]:
+      left = _best(left, [_loss(self._trial(fields, part)) for fields in left])
+    return self._trial(left[place], ROUNDS[at])
+
+  def _choose(self) -> dict[str, Any]:
     trials: list[dict[str, Any]] = []
 
     def loss(fields: Mapping[str, Any], part: int) -> float:
-      trial = _trial(with_fields(shortened(experiment, part), fields), folder)
-      trials.append({"fields": dict(fields), **trial})
-      return math.inf if trial["valid"] is None else trial["valid"]
+      trials.append(self._trial(fields, part))
+      return _loss(trials[-1])
 
-    left, best = space.candidates(), math.inf
+    left, best = self.space.candidates(), math.inf
     # One candidate needs no trial.
     for part in ROUNDS if len(left) > 1 else ():
       scores = [loss(fields, part) for fields in left]
-      order = sorted(range(len(left)), key=scores.__getitem__)
-      best, left = min(scores), [left[i] for i in order[: kept_candidates(len(left))]]
-    chosen, extended, result = left[0], {}, origin(identity())
+      best, left = min(scores), _best(left, scores)
+    chosen, extended, result = left[0], {}, origin(self._identity())
     if best < math.inf:
-      measure = lambda fields: loss(fields, ROUNDS[-1])
-      chosen, extended = _extended(experiment, space, chosen, best, measure, extensions)
+      chosen, extended = self._extended(chosen, best, lambda fields: loss(fields, ROUNDS[-1]))
     elif trials:
       error = "every candidate diverged. Give lower values"
-      print(f"{name} failed: {error}", file=sys.stderr)
+      print(f"{self.name} failed: {error}", file=sys.stderr)
       result |= {"status": "failed", "error": error}
     seconds = sum(trial["seconds"] for trial in trials)
     beyond = {"extended": extended} if extended else {}
     return {"result": result, "chosen": chosen, "trials": trials, "seconds": seconds, **beyond}
 
-  def identity() -> str:
-    tried = {field: list(values) for field, values in space.values.items()}
-    further = [extensions] if extensions else []
-    return values_identity([config_hash(experiment), tried, ROUNDS, *further])
+  def _identity(self) -> str:
+    tried = {field: list(values) for field, values in self.space.values.items()}
+    further = [self.extensions] if self.extensions else []
+    identified = self.identified or config_hash(self.experiment)
+    return values_identity([identified, tried, ROUNDS, *further])
 
-  return StudyJob(name, label, identity, make)
+  def _extended(
+    self, chosen: dict[str, Any], best: float, measure: Callable[[Mapping[str, Any]], float]
+  ) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """The winner after values beyond the edges, and these values by their fields.
+
+    Args:
+      chosen: the winner of the space.
+      best: its loss.
+      measure: fields -> loss.
+    """
+    extended: dict[str, list[float]] = {}
+    for field in self.space.values:
+      for _ in range(self.extensions):
+        now = self.space.extended(extended)
+        edge = now.edge(field, chosen[field])
+        value = None if edge is None else now.beyond(field, edge)
+        if value is None or not _is_possible(self.experiment, fields := {**chosen, field: value}):
+          break
+        extended.setdefault(field, []).append(value)
+        if (found := measure(fields)) < best:
+          chosen, best = fields, found
+    return chosen, extended
+
+  def _trial(self, fields: Mapping[str, Any], part: int) -> dict[str, Any]:
+    """Train a candidate for a part of the steps, unless it has a result; return what is kept."""
+    experiment = with_fields(shortened(self.experiment, part), fields)
+    run = self.folder / config_hash(experiment)
+    try:
+      fit(experiment, run, test=False)
+    except NotFiniteError as error:
+      print(f"{run.name} diverged: {error}", file=sys.stderr)
+    result = read_result(run)
+    # The result stays: a tuning that was stopped does not repeat its trials.
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    valid = result["valid"]["nats_per_token"] if result["status"] == "finished" else None
+    seconds = result.get("train", {}).get("seconds") or 0.0
+    steps = experiment.train.steps
+    return {"fields": dict(fields), "steps": steps, "valid": valid, "seconds": seconds}
 
 
-def _extended(
-  experiment: Experiment,
-  space: SearchSpace,
-  chosen: dict[str, Any],
-  best: float,
-  measure: Callable[[Mapping[str, Any]], float],
-  extensions: int,
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
-  """The winner after values beyond the edges, and these values by their fields.
+def _loss(trial: Mapping[str, Any]) -> float:
+  return math.inf if trial["valid"] is None else trial["valid"]
 
-  Args:
-    experiment: the row's experiment, which says what values its fields can have.
-    space: what was tried.
-    chosen: its winner.
-    best: the loss of the winner.
-    measure: fields -> loss.
-    extensions: largest number of values beyond those of a field.
-  """
-  extended: dict[str, list[float]] = {}
-  for field in space.values:
-    for _ in range(extensions):
-      now = space.extended(extended)
-      edge = now.edge(field, chosen[field])
-      value = None if edge is None else now.beyond(field, edge)
-      if value is None or not _is_possible(experiment, fields := {**chosen, field: value}):
-        break
-      extended.setdefault(field, []).append(value)
-      if (found := measure(fields)) < best:
-        chosen, best = fields, found
-  return chosen, extended
+
+def _best(candidates: Sequence[dict[str, Any]], losses: Sequence[float]) -> list[dict[str, Any]]:
+  """The candidates that a round keeps, the best first."""
+  order = sorted(range(len(candidates)), key=losses.__getitem__)
+  return [candidates[i] for i in order[: kept_candidates(len(candidates))]]
 
 
 def _is_possible(experiment: Experiment, fields: Mapping[str, Any]) -> bool:
@@ -215,47 +260,3 @@ def _is_possible(experiment: Experiment, fields: Mapping[str, Any]) -> bool:
 def kept_candidates(count: int) -> int:
   """Candidates that a round keeps of `count`: two at least, or the next would choose nothing."""
   return max(2, count // 3)
-
-
-def _trial(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
-  run = folder / config_hash(experiment)
-  try:
-    fit(experiment, run, test=False)
-  except NotFiniteError as error:
-    print(f"{run.name} diverged: {error}", file=sys.stderr)
-  result = read_result(run)
-  # The result stays: a tuning that was stopped does not repeat its trials.
-  shutil.rmtree(run / "checkpoints", ignore_errors=True)
-  valid = result["valid"]["nats_per_token"] if result["status"] == "finished" else None
-  seconds = result.get("train", {}).get("seconds") or 0.0
-  return {"steps": experiment.train.steps, "valid": valid, "seconds": seconds}
-
-
-def tuned(
-  job: Callable[[Experiment], StudyJob],
-  experiment: Experiment,
-  before: StudyJob,
-  chosen: Callable[[], Mapping[str, float] | None],
-) -> StudyJob:
-  """The job of a row whose fields are those that its tuning chose.
-
-  Args:
-    job: experiment -> the job of the row.
-    experiment: the row's experiment.
-    before: the tuning.
-    chosen: () -> what it chose; None before it has a result.
-  """
-  plain = job(experiment)
-
-  def now() -> StudyJob | None:
-    fields = chosen()
-    return None if fields is None else job(with_fields(experiment, fields))
-
-  def identity() -> str:
-    own = now()
-    return "" if own is None else own.identity()
-
-  def make() -> dict[str, Any]:
-    return now().make()
-
-  return dataclasses.replace(plain, identity=identity, make=make, needs=(*plain.needs, before.name))

@@ -3,14 +3,13 @@
 import dataclasses
 import pathlib
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from vqjax.lab.config import Experiment, config_hash, with_fields
-from vqjax.lab.study.compressed import measure_compressed
 from vqjax.lab.study.costs import measure_costs, run_seconds, tuning_seconds
-from vqjax.lab.study.declaration import TUNING_SEED, Study
+from vqjax.lab.study.declaration import TUNING_SEED, Run, Runs, Study
 from vqjax.lab.study.jobs import (
   JobList,
   ResultsFile,
@@ -21,7 +20,7 @@ from vqjax.lab.study.jobs import (
   training_job,
   values_identity,
 )
-from vqjax.lab.study.tuning import EXTENSIONS, tuned, tuning
+from vqjax.lab.study.tuning import Tuning
 
 __all__ = ["Work"]
 
@@ -53,82 +52,151 @@ class Work:
 
   def job_list(self) -> JobList:
     """All jobs: costs, then each row's tuning and first seed, then the other seeds."""
-    trained = self.study.trained
-    after = [name for name in self.study.rows if name not in trained]
+    study, trained = self.study, self.study.trained
+    derived = [name for name in study.rows if name not in trained]
     jobs = [*map(self._costs, trained)]
-    jobs += [job for name in trained for job in (self._tuning(name), self._run(name, 0))]
-    jobs += [self._compressed(name, 0) for name in after]
-    for seed in range(1, self.study.seeds):
-      jobs += [self._run(name, seed) for name in trained]
-      jobs += [self._compressed(name, seed) for name in after]
+    for name in trained:
+      jobs += [] if study.row(name).tuned_as else [self._tuning_job(name)]
+      jobs.append(self._run(name, 0))
+    jobs += [self._derived(name, 0) for name in derived]
+    for seed in range(1, study.seeds):
+      jobs += [self._run(name, seed) for name in trained if seed < study.seeds_of(name)]
+      jobs += [self._derived(name, seed) for name in derived if seed < study.seeds_of(name)]
     return JobList(jobs, self.results)
+
+  def in_parts(self, jobs: Sequence[StudyJob]) -> list[StudyJob]:
+    """The jobs with the trials of tunings before them, for processes that run side by side.
+
+    A round waits for the whole round before it, so that what is chosen depends on no process's
+    speed.
+    """
+    parts = []
+    for job in jobs:
+      name, kind = job.name.split("/")
+      # Nothing is known of a row before those that it begins from are tuned.
+      tuning = self._tuning(name) if kind == "tuning" else None
+      if tuning is not None:
+        trials = tuning.trials()
+        parts += trials
+        job = dataclasses.replace(job, needs=(*job.needs, *(trial.name for trial in trials)))
+      parts.append(job)
+    return parts
 
   def _costs(self, name: str) -> StudyJob:
     experiment = self.study.experiment(name, scale=self.scale)
+    if self.study.begins_from(name):
+      experiment = dataclasses.replace(experiment, init_from=None)
     identity = lambda: values_identity(["costs", config_hash(experiment)])
     make = lambda: {"result": origin(identity()), "costs": measure_costs(experiment)}
     return StudyJob(f"{name}/costs", "time of a step", identity, make)
 
-  def _tuning(self, name: str) -> StudyJob:
-    experiment = self.study.experiment(name, TUNING_SEED, self.scale)
-    folder = self.folder / "tuning" / name
-    space = self.study.space(name)
-    return tuning(f"{name}/tuning", "tuning", experiment, space, folder, EXTENSIONS)
+  def _tuning(self, name: str) -> Tuning | None:
+    """The tuning of a row; None before the rows that it begins from are tuned."""
+    both = self._sources(name, 0), self._sources(name, 0, in_folders=True)
+    if None in both:
+      return None
+    made = [self.study.experiment(name, TUNING_SEED, self.scale, each) for each in both]
+    folder, space = self.folder / "tuning" / name, self.study.space(name)
+    job, identified = f"{name}/tuning", config_hash(made[0])
+    return Tuning(job, "tuning", made[1], space, folder, self.study.extensions, identified)
+
+  def _tuning_job(self, name: str) -> StudyJob:
+    # Made late: what the rows that it begins from have chosen is part of it.
+    now = lambda: self._tuning(name)
+    identity = lambda: "" if now() is None else now().job().identity()
+    needs = tuple(self._name(row, 0) for row in self.study.begins_from(name))
+    return StudyJob(f"{name}/tuning", "tuning", identity, lambda: now().job().make(), needs)
+
+  def _chosen(self, name: str) -> Mapping[str, Any] | None:
+    """What the tuning of a row chose; None before it has a result."""
+    owner = self.study.row(name).tuned_as or name
+    kept, tuning = self.results.read().get(f"{owner}/tuning"), self._tuning(owner)
+    if kept is None or tuning is None or kept["result"]["config_hash"] != tuning.job().identity():
+      return None
+    return kept["chosen"]
+
+  def _experiment(self, name: str, seed: int, in_folders: bool = False) -> Experiment | None:
+    """The experiment of a run; None before all tunings that it depends on.
+
+    Args:
+      name: the row.
+      seed: number of the seed.
+      in_folders: it begins from the folders of other runs; otherwise from their identities, of
+        which its own is made: the folder of a study may move.
+    """
+    chosen, sources = self._chosen(name), self._sources(name, seed, in_folders)
+    if chosen is None or sources is None:
+      return None
+    return with_fields(self.study.experiment(name, seed, self.scale, sources), chosen)
+
+  def _sources(self, name: str, seed: int, in_folders: bool = False) -> Runs | None:
+    """The runs that a row begins from; None before all of their tunings."""
+    found = {}
+    for row in self.study.begins_from(name):
+      experiment = self._experiment(row, seed, in_folders)
+      if experiment is None:
+        return None
+      folder = str(self._folder(row, seed)) if in_folders else self._identity(row, seed)
+      found[row] = Run.of(experiment, folder)
+    return found.__getitem__
+
+  def _identity(self, name: str, seed: int) -> str:
+    experiment = self._experiment(name, seed)
+    return "" if experiment is None else config_hash(experiment)
 
   def _run(self, name: str, seed: int) -> StudyJob:
-    def job(experiment: Experiment) -> StudyJob:
-      return training_job(
-        self._name(name, seed),
-        f"seed {seed}",
-        experiment,
-        self._folder(name, seed, experiment),
-        lambda experiment, folder: {"code": code_of(self.file)},
-        source={
-          "study": str(self.file.resolve()),
-          "row": name,
-          "seed": seed,
-          "scale": str(self.scale),
-          "fields": self._chosen(name),
-        },
-      )
+    needs = [self._name(row, seed) for row in self.study.begins_from(name)]
+    needs.append(f"{self.study.row(name).tuned_as or name}/tuning")
+    identity = lambda: self._identity(name, seed)
 
-    experiment = self.study.experiment(name, seed, self.scale)
-    return tuned(job, experiment, self._tuning(name), lambda: self._chosen(name))
+    def beside(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+      further = {} if self.study.measure is None else self.study.measure(experiment, folder)
+      return {"code": code_of(self.file), **further}
 
-  def _compressed(self, name: str, seed: int) -> StudyJob:
+    def make() -> dict[str, Any]:
+      experiment, folder = self._experiment(name, seed, in_folders=True), self._folder(name, seed)
+      source = {"study": str(self.file.resolve()), "seed": seed, "scale": str(self.scale)}
+      source |= {"row": name, "runs": self._lineage(name, seed)}
+      job = training_job(self._name(name, seed), "", experiment, folder, beside, source=source)
+      made = job.make()
+      return {**made, "result": made["result"] | {"config_hash": identity()}}
+
+    return StudyJob(self._name(name, seed), f"seed {seed}", identity, make, tuple(needs))
+
+  def _lineage(self, name: str, seed: int) -> dict[str, Any]:
+    """The folders and tuned fields of a row's run and of those that it begins from, by rows."""
+    runs = {}
+    for row in (*self.study.begins_from(name), name):
+      runs |= {} if row == name else self._lineage(row, seed)
+      runs[row] = {"folder": str(self._folder(row, seed)), "fields": self._chosen(row)}
+    return runs
+
+  def _derived(self, name: str, seed: int) -> StudyJob:
     row = self.study.row(name)
     source = self._run(row.of, seed)
 
     def measure() -> dict[str, Any]:
       # A run whose folder is gone is trained again.
       check_same(source.make(), self.results.read().get(source.name))
-      experiment = self.study.experiment(row.of, seed, self.scale)
-      experiment = with_fields(experiment, self._chosen(row.of))
-      measured = measure_compressed(experiment, self._folder(row.of, seed, experiment), row)
-      return {**measured, "code": code_of(self.file)}
+      experiment = self._experiment(row.of, seed, in_folders=True)
+      return {**row.measure(experiment, self._folder(row.of, seed)), "code": code_of(self.file)}
 
-    label = f"seed {seed} of {row.of}, compressed"
+    label = f"of {row.of}, seed {seed}"
     return derived(self._name(name, seed), label, source, row.settings(), measure)
 
   def _name(self, name: str, seed: int) -> str:
     return f"{name}/run" + (f"-s{seed}" if seed else "")
 
-  def _folder(self, name: str, seed: int, experiment: Experiment) -> pathlib.Path:
+  def _folder(self, name: str, seed: int) -> pathlib.Path:
     # By its identity too: a study that is edited goes on in new folders.
     suffix = f"-s{seed}" if seed else ""
-    return self.folder / "runs" / f"{name}{suffix}-{config_hash(experiment)}"
+    return self.folder / "runs" / f"{name}{suffix}-{self._identity(name, seed)}"
 
-  def _chosen(self, name: str) -> Mapping[str, Any] | None:
-    """What the tuning of a row chose; None before it has a result."""
-    before = self._tuning(name)
-    kept = self.results.read().get(before.name)
-    is_current = kept is not None and kept["result"]["config_hash"] == before.identity()
-    return kept["chosen"] if is_current else None
-
-  def seconds(self, job: StudyJob) -> float:
+  def seconds(self, job: StudyJob, *, extended: bool = False) -> float:
     """The seconds that a job will take by the costs of its row, which are measured.
 
-    A compression counts as nothing: what it costs is not known.
+    A compression counts as nothing: what it costs is not known. With `extended` a tuning tries all
+    the values that it may try beyond the edges of its grid.
     """
     name, kind = job.name.split("/")
     kept = self.results.read().get(f"{name}/costs")
@@ -136,8 +204,9 @@ class Work:
       return 0.0
     train = self.study.experiment(name, scale=self.scale).train
     if kind == "tuning":
-      candidates = len(self.study.space(name).candidates())
-      return tuning_seconds(kept["costs"], train.steps, candidates)
+      space = self.study.space(name)
+      further = self.study.extensions * len(space.edged()) if extended else 0
+      return tuning_seconds(kept["costs"], train.steps, len(space.candidates()), further)
     evaluations = -(-train.steps // train.eval_every)
     return run_seconds(kept["costs"], train.steps, evaluations)
 

@@ -812,8 +812,7 @@ OTHERS = (
   "Other architectures are not run here. Three lines compress their tables, the first of them"
   ' optional: collect(model, batches, "moments"), the hook of docs/compression.md; vqjax compress'
   " FOLDER --bytes 1/8 --table TENSOR [moments] --out small; vqjax.torch.load_tables(model,"
-  ' "small"). To run them, add a Family to vqjax/lm/sources/families.py. Of qwen4_exp,'
-  " vqjax.lm.checkpoints.load_memories loads the n-gram memories."
+  ' "small"). To run them, add a Family to vqjax/lm/sources/families.py.'
 )
 """What an error says of architectures without a family."""
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from experiments.studies.dpq.data import AGNews, Documents
-from experiments.studies.dpq.models import TextClassifier
+from experiments.studies.dpq.data.documents import Documents
+from experiments.studies.dpq.data.labelled import AGNews
+from experiments.studies.dpq.models.classifier import TextClassifier
 from tests.jitted import init
 from vqjax import DenseEmbedding, DPQEmbedding, SoftmaxQuantizer
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
@@ -98,11 +99,14 @@ def test_gradients_are_finite_where_texts_are_empty():
 
 
 def test_wrong_sizes_are_named():
-  tokens, _ = batch()
+  tokens, targets = batch()
+  shapes = lambda model: jax.eval_shape(
+    lambda: init(model, jax.random.key(0), tokens, targets, method="loss_terms")
+  )
   with pytest.raises(ValueError, match="`embedding` must have the model's dim 6; got 5"):
-    jax.eval_shape(model(embedding=DenseEmbedding(V, 5)).init, jax.random.key(0), tokens)
+    shapes(model(embedding=DenseEmbedding(V, 5)))
   with pytest.raises(ValueError, match="`classes` must be at least 2; got 1"):
-    jax.eval_shape(model(classes=1).init, jax.random.key(0), tokens)
+    shapes(model(classes=1))
 
 
 @pytest.mark.slow

@@ -1,0 +1,215 @@
+"""The page of the comparison of heads, from the kept results of its three studies.
+
+python -m experiments.studies.comparison.page
+"""
+
+import collections
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from experiments.studies import study_page
+from experiments.studies.study_page import DOCS
+from vqjax import Head, heads
+from vqjax.lab.report import units
+from vqjax.lab.report.frames import markdown
+from vqjax.lab.report.plots import byte_axis, label_points
+from vqjax.lab.starting_points import Distilled
+from vqjax.lab.study import Derived, Study, load_study
+from vqjax.lab.study.page import difference
+from vqjax.lab.study.seeds import Results, Spread, finished_results
+from vqjax.lab.study.work import Work
+from vqjax.lm.pages import SERIES, blank
+
+NAMES = "ptb", "manuals", "stories"
+"""The studies."""
+
+OFF_PAGE = "tied-memory", "dense-contexts-memory", "tied-distilled-memory"
+"""Compressed forms of other rows, which only the CSV file has."""
+
+AT_RANDOM = "dense"
+"""The row of the untied full softmax that begins at random."""
+
+
+def work_of(name: str) -> Work:
+  """A study with the folder of its kept results."""
+  file = pathlib.Path(__file__).with_name(f"{name}.py")
+  return Work(load_study(file), file.with_suffix(""), file)
+
+
+def head_of(study: Study, name: str) -> Head:
+  """The head of a row; of a derived one that of its source."""
+  row = study.row(name)
+  model = study.experiment(row.of if isinstance(row, Derived) else name).model
+  return (model.student if isinstance(model, Distilled) else model).head
+
+
+def deployed(head: Head) -> Head:
+  """The head of inference: one with fixed codes in place of learned ones."""
+  if not isinstance(head, heads.LearnedProductHead):
+    return head
+  shape = head.vocab, head.dim, head.codes, head.subspaces
+  return heads.ProductHead(*shape, token_bias=head.token_bias)
+
+
+def is_tied(study: Study, name: str) -> bool:
+  """Whether the rows of the head are the input vectors."""
+  return getattr(head_of(study, name), "embedding", None) is not None
+
+
+def head_bytes(study: Study, name: str, result: Mapping[str, Any]) -> int:
+  """Bytes of the head that inference needs, a tied table included.
+
+  Args:
+    study: the study.
+    name: the row.
+    result: result of one of its runs.
+  """
+  head, own = head_of(study, name), result["head"]["state_bytes"]
+  if isinstance(study.row(name), Derived):
+    return own
+  if is_tied(study, name):
+    return own + result["embedding"]["state_bytes"]
+  if deployed(head) is head:
+    return own
+  vocab = result["embedding"]["params"] // head.dim
+  return deployed(head).clone(vocab=vocab).size().state_bytes
+
+
+def comparison_table(study: Study, results: Results, costs: Mapping[str, Any]) -> pd.DataFrame:
+  """The heads that were run, by test perplexity, with what they cost, by the names of their rows.
+
+  Args:
+    study: the study.
+    results: its results.
+    costs: figures of the benchmark "compared" for it; {} without.
+  """
+  first = next(iter(finished_results(results, f"{study.reference}/run").values()), None)
+  at_random = Study(study.base, study.rows, study.tune, study.seeds, AT_RANDOM)
+  shown = []
+  for name, runs in _ranked(study, results):
+    row, one, found = study.row(name), next(iter(runs.values())), difference(study, results, name)
+    size = head_bytes(study, name, one)
+    line = {
+      "row": name,
+      "head": row.label,
+      "test perplexity": _perplexity(runs).show(1),
+      "% from the reference": found and str(found),
+      "verdict": found and found.verdict(100 * study.margin),
+    }
+    if first:
+      whole = head_bytes(study, study.reference, first)
+      line["bytes, of the reference"] = units.ratio(size / whole)
+      inputs = 0 if is_tied(study, name) else first["embedding"]["state_bytes"]
+      line["MiB with the inputs"] = f"{(size + inputs) / 2**20:.2f}"
+    own = costs.get(name, {})
+    for title, time in (("training", "step"), ("sample", "sample")):
+      line[title] = units.ratio(own[time]) if own.get(time) else None
+    source = isinstance(row, Derived) and Study(
+      study.base, study.rows, study.tune, study.seeds, row.of
+    )
+    line["% from its source"] = str(difference(source, results, name)) if source else None
+    if study.reference != AT_RANDOM and name != AT_RANDOM:
+      of_random = difference(at_random, results, name)
+      line["% from the full softmax at random"] = of_random and str(of_random)
+    line["on"] = ", ".join(sorted({_processor(run["device"]) for run in runs.values()}))
+    shown.append(line)
+  frame = pd.DataFrame(shown).dropna(axis=1, how="all")
+  return frame.astype(object).where(frame.notna(), None)
+
+
+def _ranked(study: Study, results: Results) -> list[tuple[str, dict[int, Any]]]:
+  """The rows that were run and their runs by seed, the lowest mean perplexity first."""
+  every = [(name, finished_results(results, f"{name}/run")) for name in study.rows]
+  return sorted([one for one in every if one[1]], key=lambda one: _perplexity(one[1]).mean)
+
+
+def _perplexity(runs: Mapping[int, Mapping[str, Any]]) -> Spread:
+  return Spread.of([run["test"]["perplexity"] for run in runs.values()])
+
+
+def _processor(device: str) -> str:
+  """ "GPU" or "CPU", of a result's device."""
+  return "GPU" if "gpu" in device else "CPU"
+
+
+def summary(name: str, study: Study, results: Results) -> str:
+  """A sentence on the hours of a study's runs, and on the rows without a result."""
+  spent = collections.Counter()
+  for kept in results.values():
+    seconds = kept.get("seconds") or kept["result"].get("train", {}).get("seconds") or 0.0
+    spent[_processor(kept["result"]["device"])] += seconds / 3600
+  ran = {row for row, _ in _ranked(study, results)}
+  missing = [f"`{row}`" for row in study.rows if row not in ran]
+  parts = [f"{of:.1f} hours on {kind}s" for kind, of in sorted(spent.items())]
+  took = f"{name}: {' and '.join(parts) or units.MISSING}"
+  return took + (f"; not run: {', '.join(missing)}." if missing else ".")
+
+
+def tuning_sentence(name: str, study: Study, results: Results) -> str | None:
+  """What the tunings of a study chose: the usual value, and the rows of the others."""
+  chosen = collections.defaultdict(list)
+  for row in study.rows:
+    kept = results.get(f"{row}/tuning")
+    if kept and kept["trials"]:
+      chosen[", ".join(f"{value:g}" for value in kept["chosen"].values())].append(f"`{row}`")
+  if not chosen:
+    return None
+  (usual, most), *others = sorted(chosen.items(), key=lambda each: -len(each[1]))
+  apart = "".join(f", but {value} for {', '.join(rows)}" for value, rows in others)
+  return f"{name}: {usual} ({len(most)} tunings){apart}."
+
+
+def compared_bytes_figure(study: Study, results: Results) -> Figure | None:
+  """Bytes of the head against test perplexity, by name."""
+  points = []
+  for name, runs in _ranked(study, results):
+    if size := head_bytes(study, name, next(iter(runs.values()))):
+      points.append((size, _perplexity(runs).mean, name))
+  if not points:
+    return None
+  order = {name: at for at, name in enumerate(study.rows)}
+  sizes, perplexities, names = zip(*sorted(points, key=lambda point: order[point[2]]))
+  # Rows of about one size are named above each other.
+  figure, axes = blank(height=max(4.2, 0.3 * len(points)))
+  xs = byte_axis(axes, sizes)
+  axes.set_yscale("log")
+  axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
+  axes.yaxis.set_major_formatter("{x:g}")
+  axes.minorticks_off()
+  axes.plot(xs, perplexities, "o", color=SERIES[0])
+  axes.set_xlabel("bytes of the head", fontsize=9)
+  axes.set_ylabel("test perplexity", fontsize=9)
+  axes.margins(y=0.15)
+  label_points(axes, xs, perplexities, names)
+  return figure
+
+
+def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
+  """Rewrite the generated blocks, figures and CSV files of the page; return their paths."""
+  blocks, figures, whole, tuned, took, every = {}, {}, {}, [], [], {}
+  for name in NAMES:
+    work = work_of(name)
+    study, results = work.study, work.job_list().current()
+    every |= {f"{name}/{job}": kept for job, kept in results.items()}
+    costs = (study_page.bench(docs, "compared") or {}).get(name, {})
+    table = comparison_table(study, results, costs)
+    csv_only = "verdict", "row", "% from its source", "% from the full softmax at random", "on"
+    shown = table[~table["row"].isin(OFF_PAGE)].drop(columns=[*csv_only], errors="ignore")
+    blocks[f"{name}-heads"] = markdown(shown) if len(shown) else units.MISSING
+    whole[f"comparison-{name}.csv"] = table
+    figures[f"comparison-{name}.png"] = compared_bytes_figure(study, results)
+    took.append(summary(name, study, results))
+    tuned.append(tuning_sentence(name, study, results))
+  blocks["tunings"] = "\n".join(filter(None, tuned))
+  blocks["hours"] = "\n".join(took)
+  return study_page.publish_page(docs, "comparison", every, blocks, figures, whole)
+
+
+if __name__ == "__main__":
+  for path in update():
+    print(f"wrote {path}")
