@@ -166,7 +166,8 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
 def _labels(scale: str) -> dict[str, str]:
   """Language model of a scale -> its label."""
   settings = {job: job.split("/")[0] for job in ROWS[scale]}
-  return {job: f"{s}: {ROWS[scale][job].label}" for job, s in settings.items() if s != "sizes"}
+  labels = {job: f"{setting}: {ROWS[scale][job].label}" for job, setting in settings.items()}
+  return {job: label for job, label in labels.items() if label.startswith(("lm", "wide"))}
 
 
 def _language(results: Results, scale: str) -> dict[str, Any]:
@@ -176,11 +177,11 @@ def _language(results: Results, scale: str) -> dict[str, Any]:
   lines = {}
   for job, label in _labels(scale).items():
     if job in results:
-      dense = f"{job.split('/')[0]}/gpt-2"
-      others = {"over dense": dense, "over control": ROWS[scale][job].control}
-      known = {name: one for name, one in others.items() if {job, one} <= nats.keys()}
-      over = {name: nats[job] - nats[one] for name, one in known.items()}
-      lines[label] = {**results[job], **over}
+      lines[label] = dict(results[job])
+      for name, other in {"over dense": "gpt-2", "over control": ROWS[scale][job].control}.items():
+        reference = f"{job.split('/')[0]}/{other}"
+        if {job, reference} <= nats.keys():
+          lines[label][name] = nats[job] - nats[reference]
   return lines
 
 
@@ -197,10 +198,9 @@ def _by_groups(results: Results, scale: str) -> dict[int, Any]:
 
 
 def _pictures(results: Results) -> dict[str, Any]:
-  return {
-    name.replace("pictures/", "CNN, "): {**results.get(name, {}), "printed": printed}
-    for name, printed in PAPER["pictures"].items()
-  }
+  printed = PAPER["pictures"].items()
+  label = lambda job: ROWS["cpu"][job].label
+  return {label(job): {**results.get(job, {}), "printed": cells} for job, cells in printed}
 
 
 def _by_width(steps: Mapping[str, Any], quantities: Mapping[str, Column]) -> pd.DataFrame:
@@ -314,20 +314,17 @@ def sizes_figure(results: Results, cost: Mapping[str, Any]) -> Figure:
 def shapes_figure() -> Figure:
   """Figure 1: a cross of some class with one attribute changed, a row for each attribute."""
   base = 7, 1, 1, 5, 3, 0, 3, 0  # each rotation of a cross looks different
-  places = [(at, value) for at, count in enumerate(shapes.RADIX) for value in range(count)]
-  digits = np.array([[*base[:at], value, *base[at + 1 :]] for at, value in places])
-  classes = np.ravel_multi_index(digits.T, shapes.RADIX)
+  rows, columns, side = len(shapes.RADIX), max(shapes.RADIX), shapes.SIDE
+  digits = np.tile(base, (rows, columns, 1))
+  digits[range(rows), :, range(rows)] = np.arange(columns)
+  classes = np.ravel_multi_index(digits.reshape(-1, rows).T, shapes.RADIX, mode="clip")
   images = jax.jit(shapes.draw)(np.stack([classes, np.arange(len(classes))], axis=1))
-  sheet = np.ones((len(shapes.RADIX), max(shapes.RADIX), *images.shape[1:]))
-  for place, image in zip(places, images, strict=True):
-    sheet[place] = image
+  sheet = np.array(images).reshape(rows, columns, side, side, 3)
+  sheet[np.arange(columns) >= np.reshape(shapes.RADIX, (-1, 1))] = 1
   figure = Figure(figsize=(7.2, 4.2), layout="constrained")
   axes = figure.add_subplot()
-  side = shapes.SIDE
-  axes.imshow(sheet.swapaxes(1, 2).reshape(len(sheet) * side, -1, 3), interpolation="nearest")
-  axes.set_yticks(
-    side * np.arange(len(sheet)) + side / 2, list(shapes.NAMES), fontsize=8, color=INK
-  )
+  axes.imshow(sheet.swapaxes(1, 2).reshape(rows * side, -1, 3), interpolation="nearest")
+  axes.set_yticks(side * (np.arange(rows) + 0.5), list(shapes.NAMES), fontsize=8, color=INK)
   axes.set_xticks([])
   axes.spines[:].set_visible(False)
   return figure

@@ -2,8 +2,7 @@
 
 The scale `paper` has the paper's sizes, for a GPU or TPU: an epoch of the whole of TinyStories.
 At the scale `cpu` a model is as deep and as wide, but reads slices of TinyStories for some minutes,
-128 tokens at a time; GPT-Neo's local attention sees half of them, as in the paper. The scale
-`smoke` takes seconds.
+128 tokens at a time; GPT-Neo's local attention sees half of them, as in the paper.
 """
 
 import dataclasses
@@ -14,20 +13,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from configs.grouped import shapes as picture_shapes
 from configs.grouped.lm import EPOCH, GPT2, WINDOW, dense, grouped, language_model
-from configs.grouped.shapes import CPU as CPU_PICTURES
-from configs.grouped.shapes import REDUCED, shapes_run
-from experiments.studies.grouped.shapes import Grid
 from vqjax import Embedding, GroupedHead, Head, UnsharedGroupedHead, convert
 from vqjax.lab import starting_points
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import BPETokenizer, Stories, Text, TokenizerRecipe
+from vqjax.lab.data import Stories, TokenizerRecipe
 from vqjax.lab.data.tokenizer_recipes import Documents
 from vqjax.lab.training import FromRun
 from vqjax.lm.tokenizers import Tokenizer
-
-RUNS = "runs/grouped"
-"""Folder of all runs, with a folder for each scale."""
 
 WIDE = 262_144
 """The larger vocabulary at which exact decoding is timed."""
@@ -113,49 +107,29 @@ class Spread:
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedSetting:
-  """Language models on one text with different heads or attention windows.
-
-  Attributes:
-    name: name of the setting in run folders and results.
-    make: (name, head, dim, window=, train=) -> a language model on the setting's text.
-    dim: width, D.
-    rows: names of the rows of this setting; None: all.
-    tune: schedule of the fine-tuning of converted models, and of the control beside them.
-    window: attention window of GPT-Neo.
-    groups: numbers of groups, each of which has a row.
-  """
-
-  name: str
-  make: Callable[..., Experiment]
-  dim: int
-  rows: tuple[str, ...] | None = None
-  tune: Train = SHORT
-  window: int = WINDOW
-  groups: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class GroupedRow:
-  """A language model.
+  """A model of the study.
 
   Attributes:
-    job: setting and name.
+    folder: its run folder, which ends with its setting and its name.
     label: its label in tables.
-    folder: its run folder.
     experiment: its experiment.
-    needs: the job that it starts from, if any.
+    needs: the row of its setting that it starts from, if any.
     trained: False if it is evaluated as it starts, without training.
-    control: another job that has read as many tokens, with which its loss is compared.
+    control: another row of its setting that has read as many tokens, to compare the loss with.
   """
 
-  job: str
-  label: str
   folder: str
+  label: str
   experiment: Experiment
-  needs: tuple[str, ...] = ()
+  needs: str | None = None
   trained: bool = True
   control: str | None = None
+
+  @property
+  def job(self) -> str:
+    """Setting and name."""
+    return "/".join(self.folder.split("/")[-2:])
 
 
 def ordered(vocab: int, dim: int, embedding: Embedding) -> Head:
@@ -170,34 +144,41 @@ def unshared(vocab: int, dim: int, embedding: Embedding) -> Head:
   return UnsharedGroupedHead(vocab, dim)
 
 
-def rows(scale: str, s: GroupedSetting) -> list[GroupedRow]:
-  """The rows of a setting, each after the row that it starts from."""
-  folder = lambda name: f"{RUNS}/{scale}/{s.name}/{name}"
-  make = lambda name, head=grouped, **more: s.make(f"{s.name}-{name}", head, s.dim, **more)
-  dense_run, of_dense = make("gpt-2", dense), folder("gpt-2")
+Make = Callable[..., Experiment]
+"""(name, head, dim, window=, train=) -> a language model on the text of a setting."""
 
-  def row(name: str, label: str, experiment: Experiment, control: str | None = None, **more: Any):
-    control = control and f"{s.name}/{control}"
-    return GroupedRow(f"{s.name}/{name}", label, folder(name), experiment, control=control, **more)
+TABLE = ("gpt-2", "gpt-neo", "grouped")
+"""Rows of the paper's Table 1."""
+
+
+def language_models(
+  folder: str, make_of: Make, dim: int, tune: Train = SHORT, window: int = WINDOW
+) -> list[GroupedRow]:
+  """All rows of a setting, each after the row that it starts from.
+
+  Args:
+    folder: folder of the setting's runs.
+    make_of: makes the models.
+    dim: width, D.
+    tune: schedule of the fine-tuning of converted models, and of the control beside them.
+    window: attention window of GPT-Neo.
+  """
+  title = lambda name: f"{pathlib.Path(folder).name}-{name}"
+  make = lambda name, head=grouped, **more: make_of(title(name), head, dim, **more)
+  row = lambda name, *rest, **more: GroupedRow(f"{folder}/{name}", *rest, **more)
+  dense_run, of_dense = make("gpt-2", dense), f"{folder}/gpt-2"
 
   def regrouped(name: str, label: str, order: convert.Ordering) -> GroupedRow:
     init_from = starting_points.Regrouped(order)
-    return row(name, label, replace(make(name, ordered), init_from=init_from), "grouped")
+    return row(name, label, replace(make(name, ordered), init_from=init_from), control="grouped")
 
-  def converted(name: str, label: str, order=None, distillation: float = 0.0, **more: Any):
-    head = (grouped if order is None else ordered)(FROM_TOKENIZER, s.dim, None)
-    experiment = starting_points.converted(
-      dense_run,
-      of_dense,
-      head,
-      convert.ToGrouped(by=order),
-      name=f"{s.name}-{name}",
-      train=s.tune,
-      distillation=distillation,
-    )
-    return row(name, label, experiment, needs=after_dense, **more)
+  def converted(name: str, label: str, order=None, distillation: float = 0.0, **more):
+    head = (grouped if order is None else ordered)(FROM_TOKENIZER, dim, None)
+    to = convert.ToGrouped(by=order)
+    options = {"name": title(name), "train": tune, "distillation": distillation}
+    experiment = starting_points.converted(dense_run, of_dense, head, to, **options)
+    return row(name, label, experiment, "gpt-2", **more)
 
-  after_dense = (f"{s.name}/gpt-2",)
   student, by_frequency = make("distilled"), convert.ByFrequency()
   distilled = replace(
     student,
@@ -205,89 +186,78 @@ def rows(scale: str, s: GroupedSetting) -> list[GroupedRow]:
     train=replace(student.train, trainable=("student",)),
     init_from=starting_points.FromTeacher(of_dense),
   )
-  longer = replace(make("gpt-2-more", dense, train=s.tune), init_from=FromRun(of_dense))
+  longer = replace(make("gpt-2-more", dense, train=tune), init_from=FromRun(of_dense))
   tuned = functools.partial(converted, control="gpt-2-more")
-  every = [
+  return [
     row("gpt-2", "GPT-2", dense_run),
-    row("gpt-neo", "GPT-Neo", make("gpt-neo", dense, window=s.window)),
+    row("gpt-neo", "GPT-Neo", make("gpt-neo", dense, window=window)),
     row("grouped", "grouped", make("grouped")),
     regrouped("shuffled", "grouped, tokens shuffled", convert.Shuffled()),
     regrouped("frequency", "grouped, by frequency", by_frequency),
     regrouped("clusters", "grouped, by clusters", convert.ByClusters(convert.ContextKMeans())),
-    row("unshared", "one linear a group", make("unshared", unshared), "grouped"),
-    row("distilled", "grouped, taught by GPT-2", distilled, "grouped", needs=after_dense),
-    row("gpt-2-more", "GPT-2, trained on", longer, needs=after_dense),
+    row("unshared", "one linear a group", make("unshared", unshared), control="grouped"),
+    row("distilled", "grouped, taught by GPT-2", distilled, "gpt-2", control="grouped"),
+    row("gpt-2-more", "GPT-2, trained on", longer, "gpt-2"),
     converted("converted", "GPT-2, converted", trained=False),
     converted("converted-frequency", "GPT-2, converted by frequency", by_frequency, trained=False),
     tuned("tuned", "GPT-2, converted, trained on"),
     tuned("tuned-frequency", "GPT-2, by frequency, trained on", by_frequency),
     tuned("tuned-distilled", "GPT-2, by frequency, trained on and taught", by_frequency, 1.0),
   ]
-  chosen = [one for one in every if s.rows is None or one.job.split("/")[1] in s.rows]
-  of_groups = lambda n: make(f"groups-{n}", lambda vocab, dim, _: GroupedHead(vocab, dim, n))
-  return chosen + [row(f"groups-{n}", f"{n:,} groups", of_groups(n)) for n in s.groups]
 
 
-TABLE = ("gpt-2", "gpt-neo", "grouped")
-"""Rows of the paper's Table 1."""
+def some(names: tuple[str, ...], *setting: Any, **more: Any) -> list[GroupedRow]:
+  """The named rows of `language_models`."""
+  return [row for row in language_models(*setting, **more) if row.job.split("/")[1] in names]
 
 
-def _smoke() -> tuple[GroupedSetting, ...]:
-  data = Text(valid_fraction=0.005, test_fraction=0.005)
-  train = Train(steps=4, batch=8, warmup=2, log_every=2, eval_every=4, save_every=4)
-  shape = {"layers": 2, "heads": 2, "context": 16}
-  make = functools.partial(language_model, data=data, train=train, **shape)
-  small = functools.partial(make, tokenizer=BPETokenizer(vocab=300))
-  wide = functools.partial(make, tokenizer=SpreadTokenizer(BPETokenizer(vocab=300), 1000))
-  tune = replace(train, steps=2, warmup=1, log_every=1, eval_every=2, save_every=2)
-  return (
-    GroupedSetting("lm-16", small, 16, None, tune, window=8),
-    GroupedSetting("sizes", small, 16, (), groups=(5, 60)),
-    GroupedSetting("wide", wide, 16, ("grouped",)),
-  )
+def by_groups(folder: str, make: Make, groups: Iterable[int]) -> list[GroupedRow]:
+  """A row for each number of groups, at width 64."""
+  head_of = lambda n: lambda vocab, dim, embedding: GroupedHead(vocab, dim, n)
+  run = lambda n: make(f"sizes-groups-{n}", head_of(n), 64)
+  return [GroupedRow(f"{folder}/groups-{n}", f"{n:,} groups", run(n)) for n in groups]
 
 
-def _cpu() -> tuple[GroupedSetting, ...]:
+def of_pictures(folder: str, **fields: Any) -> list[GroupedRow]:
+  """Classifiers of pictures with the fields of `shapes_run`."""
+  heads = {"dense": picture_shapes.dense, "grouped": picture_shapes.grouped}
+  run = lambda name: picture_shapes.shapes_run(f"pictures-{name}", heads[name], **fields)
+  return [GroupedRow(f"{folder}/{name}", f"CNN, {name}", run(name)) for name in heads]
+
+
+def _cpu(at: str) -> list[GroupedRow]:
   make = functools.partial(language_model, context=128, data=Stories(most=100), train=SHORT)
   wide = functools.partial(make, tokenizer=SpreadTokenizer(GPT2, WIDE))
   train = replace(SHORT, steps=150, batch=16, warmup=15, eval_every=150)
   shallow = functools.partial(make, train=train, layers=4, heads=2)
   tune = replace(SHORT, steps=80, learning_rate=1.3e-3, warmup=8, eval_every=80)
-  return (
-    GroupedSetting("lm-128", make, 128, None, tune, window=64),
-    GroupedSetting("lm-64", make, 64, (*TABLE, "shuffled"), window=64),
-    GroupedSetting("sizes", shallow, 64, (), groups=FEW_GROUPS),
-    GroupedSetting("wide", wide, 128, ("grouped",)),
-  )
+  reduced = {"grid": picture_shapes.REDUCED, "train": picture_shapes.CPU}
+  return [
+    *language_models(f"{at}/lm-128", make, 128, tune, window=64),
+    *some((*TABLE, "shuffled"), f"{at}/lm-64", make, 64, window=64),
+    *by_groups(f"{at}/sizes", shallow, FEW_GROUPS),
+    *some(("grouped",), f"{at}/wide", wide, 128),
+    *of_pictures(f"{at}/pictures", **reduced),
+  ]
 
 
-def _paper() -> tuple[GroupedSetting, ...]:
+def _paper(at: str) -> list[GroupedRow]:
   fifth = replace(EPOCH, steps=EPOCH.steps // 5, learning_rate=EPOCH.learning_rate / 3)
   half = replace(EPOCH, steps=EPOCH.steps // 2)
   shallow = functools.partial(language_model, train=half, layers=4, heads=2)
   wide = functools.partial(language_model, tokenizer=SpreadTokenizer(GPT2, WIDE))
-  return (
-    GroupedSetting("lm-128", language_model, 128, None, fifth),
-    GroupedSetting("lm-256", language_model, 256, TABLE),
-    GroupedSetting("lm-512", language_model, 512, TABLE),
-    GroupedSetting("sizes", shallow, 64, (), groups=ABLATED),
-    GroupedSetting("wide", wide, 128, ("grouped",)),
-  )
+  return [
+    *language_models(f"{at}/lm-128", language_model, 128, fifth),
+    *some(TABLE, f"{at}/lm-256", language_model, 256),
+    *some(TABLE, f"{at}/lm-512", language_model, 512),
+    *by_groups(f"{at}/sizes", shallow, ABLATED),
+    *some(("grouped",), f"{at}/wide", wide, 128),
+    *of_pictures(f"{at}/pictures"),
+  ]
 
 
 ROWS = {
-  scale: {row.job: row for s in settings() for row in rows(scale, s)}
-  for scale, settings in {"smoke": _smoke, "cpu": _cpu, "paper": _paper}.items()
+  scale: {row.job: row for row in rows(f"runs/grouped/{scale}")}
+  for scale, rows in {"cpu": _cpu, "paper": _paper}.items()
 }
 """Scale -> job -> row."""
-
-TINY = Grid(pattern=(0,), rotation=(0,), size=(2,), texture=(0,), opacity=(3,), border=(0,))
-
-PICTURES: dict[str, Callable[..., Experiment]] = {
-  "smoke": functools.partial(
-    shapes_run, grid=TINY, steps=2, train=CPU_PICTURES, dim=8, channels=(2, 2, 2)
-  ),
-  "cpu": functools.partial(shapes_run, grid=REDUCED, train=CPU_PICTURES),
-  "paper": shapes_run,
-}
-"""Scale -> (name, head of (vocab, dim)) -> a run on pictures."""

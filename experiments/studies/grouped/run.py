@@ -17,16 +17,15 @@ import functools
 import pathlib
 import statistics
 import timeit
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import pandas as pd
 
-from configs.grouped.shapes import dense, grouped
 from experiments.studies.grouped import report
-from experiments.studies.grouped.rows import PICTURES, ROWS, RUNS
+from experiments.studies.grouped.rows import ROWS
 from experiments.studies.grouped.stories import graded
 from experiments.studies.study import PaperStudy
 from vqjax import GroupedHead, Head
@@ -53,27 +52,25 @@ STORIES = {"stories": 30, "tokens": 200}
 def jobs(scale: str, judge: Mapping[str, str] | None = None) -> list[StudyJob]:
   """All jobs of a scale, each after those that it starts from; grades only with a judge."""
   made: dict[str, StudyJob] = {}
+
+  def measure(name: str, label: str, of: str, settings: Mapping[str, Any], call: Callable, *args):
+    made[name] = derived(name, label, made[of], settings, functools.partial(call, *args))
+
   for job, row in ROWS[scale].items():
-    run = job, row.label, row.experiment, row.folder
+    needs = () if row.needs is None else (f"{job.split('/')[0]}/{row.needs}",)
     if row.trained:
-      made[job] = training_job(*run, curves, row.needs)
-      continue
-    settings = {"experiment": config_hash(row.experiment)}
-    scores = functools.partial(initial_scores, row.experiment)
-    made[job] = derived(job, row.label, made[row.needs[0]], settings, scores)
-  for name, head in (("dense", dense), ("grouped", grouped)):
-    job, experiment = f"pictures/{name}", PICTURES[scale](f"pictures-{name}", head)
-    made[job] = training_job(job, f"CNN, {name}", experiment, f"{RUNS}/{scale}/{job}", curves)
+      run = job, row.label, row.experiment, row.folder
+      made[job] = training_job(*run, curves, needs)
+    else:
+      settings = {"experiment": config_hash(row.experiment)}
+      measure(job, row.label, needs[0], settings, initial_scores, row.experiment)
   for job, row in ROWS[scale].items():
-    setting, measured = job.split("/")[0], (row.experiment, pathlib.Path(row.folder))
+    setting, run = job.split("/")[0], (row.experiment, pathlib.Path(row.folder))
     if job in ("lm-128/grouped", "wide/grouped"):
-      top = functools.partial(time_top_k, *measured)
-      name = f"top/{setting}"
-      made[name] = derived(name, "the best tokens", made[job], TOP_SETTINGS, top)
+      measure(f"top/{setting}", "the best tokens", job, TOP_SETTINGS, time_top_k, *run)
     if judge and row.trained and setting.startswith("lm"):
-      settings, name = STORIES | judge, f"grades/{job.replace('/', '-')}"
-      grades = functools.partial(graded, *measured, settings)
-      made[name] = derived(name, f"grades of {row.label}", made[job], settings, grades)
+      name, settings = f"grades/{job.replace('/', '-')}", STORIES | judge
+      measure(name, f"grades of {row.label}", job, settings, graded, *run, settings)
   return list(made.values())
 
 

@@ -22,18 +22,8 @@ from vqjax.lab.training import read_run_variables
 from vqjax.lab.training.run_folder import load_text
 from vqjax.lm.generation import generate
 
-QUESTION = """\
-A student was given the beginning of a story and had to go on with it. Below is the whole text: \
-the symbol *** stands where the given beginning ends and the student's own part starts. The \
-beginning may break off in the middle of a sentence.
-
-STORY
-
-Judge the student's part alone, as a teacher of language would. First write a short assessment: is \
-the language correct, are there ideas of its own, does it go on from the beginning (its people, \
-places and events, and the sentence that was broken off), and does what happens make sense? Then \
-grade grammar, creativity, consistency with the beginning, and whether the plot makes sense, each \
-from 0 (worst) to 10 (best). Guess also how old the student is, by a group of years."""
+QUESTION = pathlib.Path(__file__).with_name("question.txt").read_text("utf-8")
+"""What a judge is asked, with STORY in place of the story."""
 
 AGES = {"3 or under": 2.5, "4-5": 4.5, "6-7": 6.5, "8-9": 8.5, "10-12": 11, "13-16": 14.5}
 """Age groups that a judge chooses from, in years, and their middles.
@@ -52,7 +42,7 @@ class Assessment(pydantic.BaseModel):
   creativity: float = GRADE
   consistency: float = GRADE
   plot: float = GRADE
-  age_group: Literal[tuple(AGES)]
+  age_group: Literal[*AGES]
 
   def grades(self) -> dict[str, float]:
     """The grades from 0 to 10, and the middle of the age group in years."""
