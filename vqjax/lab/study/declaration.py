@@ -119,6 +119,10 @@ class Study:
   extensions: int = EXTENSIONS
   measure: Callable[[Experiment, pathlib.Path], dict[str, Any]] | None = None
 
+  # What was made of the fields, which a study of many rows and seeds asks for again and again.
+  _made: dict = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+  _begun: dict = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+
   def __post_init__(self):
     if not isinstance(self.base, Experiment):
       raise FieldError(
@@ -214,14 +218,16 @@ class Study:
 
   def begins_from(self, name: str) -> tuple[str, ...]:
     """The rows whose runs a trained row begins from."""
-    asked: list[str] = []
+    if name not in self._begun:
+      asked: list[str] = []
 
-    def run(row: str) -> Run:
-      asked.append(row)
-      return self._earlier(name)(row)
+      def run(row: str) -> Run:
+        asked.append(row)
+        return self._earlier(name)(row)
 
-    self.experiment(name, runs=run)
-    return tuple(dict.fromkeys(asked))
+      self._experiment(name, 0, Fraction(1), run)
+      self._begun[name] = tuple(dict.fromkeys(asked))
+    return self._begun[name]
 
   def space(self, name: str) -> SearchSpace:
     """What a trained row tries."""
@@ -248,8 +254,15 @@ class Study:
       runs: row -> its run, for a row that begins from others; None: runs without a tuning, in
         folders that do not exist.
     """
+    if runs is not None and self.begins_from(name):
+      return self._experiment(name, seed, scale, runs)
+    known = name, seed, scale
+    if known not in self._made:
+      self._made[known] = self._experiment(name, seed, scale, self._earlier(name, seed))
+    return self._made[known]
+
+  def _experiment(self, name: str, seed: int, scale: Fraction, runs: Runs) -> Experiment:
     base = dataclasses.replace(self.base, name=name, seed=self.base.seed + seed)
-    runs = runs or self._earlier(name, seed)
     values = {path: _made(value, base, runs) for path, value in self.row(name).fields.items()}
     made = with_fields(base, values)
     if scale == 1:

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import fcntl
 import fnmatch
+import functools
 import hashlib
 import json
 import pathlib
@@ -177,11 +178,11 @@ class ResultsFile:
     return {row["name"]: row for row in self._rows() if row["scale"] == self.scale}
 
   def _rows(self) -> list[dict[str, Any]]:
-    # Without checksums: the files may be in a repository, which has its own.
-    kept = records.read_json_rows(self.path, ResultLine, "Restore or remove the line.", seal=False)
-    if kept.problem:
-      raise kept.problem
-    return kept.rows
+    try:
+      state = self.path.stat()
+    except FileNotFoundError:
+      return []
+    return _rows_of(self.path, (state.st_ino, state.st_mtime_ns, state.st_size))
 
   def keep(self, row: Mapping[str, Any]) -> None:
     """Write a result in place of an earlier one; safe beside other processes."""
@@ -192,6 +193,17 @@ class ResultsFile:
       rows[self.scale, row["name"]] = {"name": row["name"], "scale": self.scale, **row}
       lines = (json.dumps(rows[key], ensure_ascii=False) for key in sorted(rows))
       write_text(self.path, "".join(f"{line}\n" for line in lines))
+
+
+@functools.lru_cache(maxsize=8)
+def _rows_of(path: pathlib.Path, state: tuple[int, ...]) -> list[dict[str, Any]]:
+  """The lines of a file in a state; every job asks for them."""
+  del state
+  # Without checksums: the files may be in a repository, which has its own.
+  kept = records.read_json_rows(path, ResultLine, "Restore or remove the line.", seal=False)
+  if kept.problem:
+    raise kept.problem
+  return kept.rows
 
 
 @dataclasses.dataclass(frozen=True)
