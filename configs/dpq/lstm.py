@@ -1,4 +1,4 @@
-"""The LSTM language models of Zaremba et al. in three sizes (DPQ, Table 4).
+"""The LSTM language models of Zaremba et al. in two sizes (DPQ, Table 4).
 
 Their loss is the sum over the tokens of a row, and ours is the mean: a learning rate of 1 becomes
 `unroll` here, and the clipping is divided by it.
@@ -53,8 +53,6 @@ class LSTMSize(NamedTuple):
 
 SMALL = LSTMSize(200, 20, 0.0, 0.1, 0.5, 4, 15, 3.0)
 MEDIUM = LSTMSize(650, 35, 0.5, 0.05, 0.8, 6, 35, 5.0)
-LARGE = LSTMSize(1500, 35, 0.65, 0.04, 1 / 1.15, 14, 35, 10.0)
-LARGE_DPQ = LARGE._replace(epochs=25, factor=0.7, clip=5.0)
 
 
 def language_model(

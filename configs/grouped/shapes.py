@@ -59,47 +59,33 @@ def shapes_run(
   name: str,
   head_of: Callable[[int, int], Head],
   grid: Grid = EVERY,
-  steps: int | None = None,
   *,
   train: Train = PAPER,
-  train_images: int | None = None,
-  held_out: int | None = None,
   dim: int = 512,
   channels: tuple[int, ...] = (32, 64, 128),
-  seed: int = 0,
 ) -> Experiment:
-  """Return a run on the classes of a grid.
+  """Return a run on the classes of a grid, with ten pictures of each to train on.
+
+  A held-out split has a picture for ten classes, or for each where there are fewer than 10,000.
 
   Args:
     name: name of the run.
     head_of: (number of classes, dim) -> the head.
     grid: the classes.
-    steps: number of steps, in place of those of `train`.
     train: optimisation.
-    train_images: pictures of the training split; None: ten for each class.
-    held_out: pictures of the validation split, and of the test split; None: one for ten classes, or
-      one for each class where there are fewer than 10,000.
     dim: width of the dense layer.
     channels: channels of the convolutions.
-    seed: seed of initialisation and order; it does not change the pictures.
   """
   classes = grid.num_classes
-  held_out = (classes if classes < 10_000 else classes // 10) if held_out is None else held_out
-  steps = train.steps if steps is None else steps
-  train = dataclasses.replace(
-    train,
-    steps=steps,
-    eval_every=min(train.eval_every, steps),
-    save_every=min(train.save_every, steps),
-  )
+  held_out = classes if classes < 10_000 else classes // 10
   return Experiment(
     name=name,
     model=ConvNet(head_of(classes, dim), dim, channels, images=shapes.draw),
-    data=Shapes(grid, train_images or 10 * classes, held_out, held_out),
+    data=Shapes(grid, 10 * classes, held_out, held_out),
     tokenizer=None,
     loader=Drawn(),
     train=train,
-    seed=seed,
+    seed=0,
   )
 
 

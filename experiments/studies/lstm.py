@@ -1,4 +1,4 @@
-"""The LSTM language model of two studies, and its cell and initialiser."""
+"""The LSTM language model of two studies, and its initialiser."""
 
 import dataclasses
 from typing import Any
@@ -31,22 +31,6 @@ class SymmetricUniform:
     return jax.random.uniform(key, shape, dtype, -self.scale, self.scale)
 
 
-def lstm_cell(
-  gates: Float[Array, "B G"], cell: Float[Array, "B D"], forget_bias: float
-) -> tuple[Float[Array, "B D"], Float[Array, "B D"]]:
-  """The next cell and output of an LSTM.
-
-  Args:
-    gates: pre-activations of input gate, candidate, forget gate and output gate, side by side.
-    cell: the cell before.
-    forget_bias: bias of the forget gate.
-  """
-  enter, new, forget, leave = jnp.split(gates.astype(jnp.float32), 4, axis=-1)
-  kept = jax.nn.sigmoid(forget + forget_bias) * cell
-  cell = kept + jax.nn.sigmoid(enter) * jnp.tanh(new)
-  return cell, jax.nn.sigmoid(leave) * jnp.tanh(cell)
-
-
 class LSTM(LanguageModel):
   """The LSTM language model of Zaremba et al., with one width throughout.
 
@@ -60,7 +44,6 @@ class LSTM(LanguageModel):
     context: number of tokens in a row, through which gradients flow.
     dropout: probability of zeroing an entry of the embedding's vectors and of each layer's output;
       the recurrent connections have no dropout.
-    forget_bias: constant that is added to the pre-activation of the forget gate.
     weight_init: initialiser of the kernels and biases.
     dtype: dtype of the computation; parameters and the carry are float32.
   """
@@ -68,7 +51,6 @@ class LSTM(LanguageModel):
   layers: int = 2
   context: int = 20
   dropout: float = 0.0
-  forget_bias: float = 0.0
   weight_init: nn.initializers.Initializer = nn.initializers.normal(0.1)
   dtype: Dtype = jnp.float32
 
@@ -110,8 +92,10 @@ class LSTM(LanguageModel):
     def step(carry, gates_BG):
       cell_BD, out_BD = carry
       gates_BG = gates_BG + out_BD.astype(self.dtype) @ kernel
-      carry = lstm_cell(gates_BG, cell_BD, self.forget_bias)
-      return carry, carry[1]
+      enter, new, forget, leave = jnp.split(gates_BG.astype(jnp.float32), 4, axis=-1)
+      cell_BD = jax.nn.sigmoid(forget) * cell_BD + jax.nn.sigmoid(enter) * jnp.tanh(new)
+      out_BD = jax.nn.sigmoid(leave) * jnp.tanh(cell_BD)
+      return (cell_BD, out_BD), out_BD
 
     start = start_BSD[:, 0], start_BSD[:, 1]
     (cell_BD, out_BD), out_TBD = lax.scan(step, start, jnp.moveaxis(gates_BTG, 1, 0))

@@ -24,7 +24,7 @@ PRINTED = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))
 
 TABLES = {
   "Table 3": "DPQ against the full embedding",
-  "Table 4": "Penn Treebank, language models of three sizes",
+  "Table 4": "Penn Treebank, language models of several sizes",
   "Table 9": "Penn Treebank, other ways to compress",
   "Table 10": "text classification, other ways to compress",
   "Table 12": "keys and values tied or not",
@@ -40,7 +40,6 @@ TITLES = {
   "ptb-medium": "PTB, medium",
   "ptb-medium-smaller": "PTB, medium",
   "ptb-medium-tied": "PTB, medium",
-  "ptb-large": "PTB, large",
   "wikitext-medium": "WikiText-2, medium",
   "multi30k": "Multi30k, En-De",
   "bert-pairs": "BERT, continuations",

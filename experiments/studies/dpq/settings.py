@@ -1,7 +1,7 @@
 """Settings of DPQ's tables at three scales.
 
 The scale "smoke" runs in seconds on text that every machine has, "cpu" runs on two cores, and
-"paper" has the paper's larger language models, for a GPU or TPU. The rows of a setting differ only
+"paper" has the paper's medium language models, for a GPU or TPU. The rows of a setting differ only
 in the embedding.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from configs.dpq import bert, multi30k
 from configs.dpq import translation as translated
-from configs.dpq.lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, LSTMSize, language_model
+from configs.dpq.lstm import MEDIUM, SMALL, LSTMSize, language_model
 from configs.dpq.lstm import WORDS as LSTM_WORDS
 from configs.dpq.text import ADAM, BEGIN, DIM, classifier
 from experiments.studies.dpq.data.labelled import AGNews, DBpedia, LabelledSource
@@ -93,8 +93,6 @@ def lstm(
   body: LSTMSize,
   sx: CodeSize,
   vq: CodeSize,
-  *,
-  quantized: LSTMSize | None = None,
   tokenizer: WordTokenizer = LSTM_WORDS,
   **fields,
 ) -> DPQSetting:
@@ -105,14 +103,12 @@ def lstm(
     body: size of the model.
     sx: codes of the row "sx".
     vq: codes of the row "vq".
-    quantized: size of the model with any other embedding than the full one; None: `body`.
     tokenizer: tokenizer of the text.
     **fields: of the setting.
   """
 
   def make(row: str, embedding: Embedding, seed: int) -> Experiment:
-    own = body if row == "full" or quantized is None else quantized
-    return language_model(row, embedding, own, *text, seed, tokenizer)
+    return language_model(row, embedding, body, *text, seed, tokenizer)
 
   return DPQSetting(make, body.dim, body.begin, sx=sx, vq=vq, weight=body.weight, **fields)
 
@@ -221,9 +217,6 @@ PAPER = {
   # Table 3 has smaller codes than Table 4, and Table 12 larger ones.
   "ptb-medium-smaller": lstm(PTB, MEDIUM, CodeSize(32, 25, shared=True), LARGER),
   "ptb-medium-tied": lstm(PTB, MEDIUM, LARGER, LARGER, rows=("sx", "sx-tied", "vq")),
-  "ptb-large": lstm(
-    PTB, LARGE, *[CodeSize(16, 50, shared=True)] * 2, quantized=LARGE_DPQ, rows=(*HEADLINE, "kd")
-  ),
   "wikitext-medium": lstm(WIKITEXT, MEDIUM, LARGER, LARGER, rows=(*HEADLINE, "sx-tied")),
 }
 

@@ -18,20 +18,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Integer
+import numpy as np
+from jaxtyping import Array, Float, Int, Integer
 
 from vqjax import sharding
-from vqjax.heads import CodebookHead
 from vqjax.lab.data import EvaluationBatches, TokenSplit
 from vqjax.lab.training.program import Program
 from vqjax.lab.training.step import TrainState
-from vqjax.lm.models import LanguageModel
 from vqjax.ops import codes as code_ops
-
-__all__ = ["Recluster"]
-
-Between = Callable[[TrainState], tuple[TrainState, dict[str, float]]]
-"""(state) -> (state, metrics), called between two steps; donates its state."""
 
 
 class Codes(NamedTuple):
@@ -56,15 +50,10 @@ class Contexts(NamedTuple):
   mass: Float[Array, "K"]
 
 
-def contexts(
-  codes: Codes,
-  hidden: Float[Array, "*B D"],
-  tokens: Integer[Array, "*B"],
-  mask: Bool[Array, "*B"],
-) -> Contexts:
-  """Sums over the positions of the mask, with targets `tokens`, for `reassigned`."""
+def contexts(codes: Codes, hidden: Float[Array, "*B D"], targets: Integer[Array, "*B"]) -> Contexts:
+  """Sums over the positions whose target is not negative."""
   vocab, (size, dim) = codes.assignment.shape[0], codes.codebook.shape
-  hidden, weight = hidden.astype(jnp.float32), mask.astype(jnp.float32)
+  weight, tokens = (targets >= 0).astype(jnp.float32), jnp.maximum(targets, 0)
   scores_BK = hidden @ codes.codebook.T + code_ops.log_mass(codes.assignment, size, codes.bias)
   return Contexts(
     jnp.zeros(vocab).at[tokens].add(weight),
@@ -73,68 +62,57 @@ def contexts(
   )
 
 
-def reassigned(codes: Codes, sums: Contexts) -> tuple[Codes, dict[str, Array]]:
+def reassigned(codes: Codes, sums: Contexts) -> tuple[Codes, dict[str, float]]:
   """Move tokens to their best codes, and split codes onto codes without tokens.
 
   A token moves if the sample gains more than log K nats, the description length of a code: a rare
   token has too few contexts for a smaller gain to be reliable (minimum description length). A code
   without tokens takes the row of another code and one of its tokens: the one whose contexts are
-  farthest from those of the code, by count times squared distance of the means. The array [V, K]
-  never exists.
+  farthest from those of the code, by count times squared distance of the means.
 
   Returns:
     The new arrays, and the numbers of `moved` and `split` tokens with `gain`, a lower bound in nats
     of the moves' gain of log-likelihood over the sample; the splits change no probability.
   """
-  size, assignment = codes.codebook.shape[0], codes.assignment
-  log_q_K = jnp.log(sums.mass) - code_ops.log_mass(assignment, size, codes.bias)
+  (codebook, old, bias), (count_V, hidden_VD, mass_K) = codes, sums
+  size, token_V = len(codebook), np.arange(len(old))
+  # q is 0 or undefined for codes without tokens, and for codes without probability in the sample.
+  with np.errstate(divide="ignore", invalid="ignore"):
+    log_q_K = np.log(mass_K / np.bincount(old, np.exp(bias), size))
+    gain_VK = hidden_VD @ codebook.T - count_V[:, None] * log_q_K
+  known_K = np.isfinite(log_q_K)
+  gain_VK = np.where(known_K, gain_VK, -np.inf)
+  to_V = gain_VK.argmax(-1)
+  gain_V = np.where(known_K[old], gain_VK[token_V, to_V] - gain_VK[token_V, old], 0)
+  moves_V = gain_V > np.log(size)
+  new = np.where(moves_V, to_V, old).astype(old.dtype)
+  bias = bias + np.where(moves_V, log_q_K[old] - log_q_K[new], 0).astype(bias.dtype)
 
-  def best(of_token):
-    hidden, count, code = of_token
-    # q is 0 or undefined for codes without tokens, and for codes without probability in the sample.
-    gain_K = jnp.where(jnp.isfinite(log_q_K), codes.codebook @ hidden - count * log_q_K, -jnp.inf)
-    to = jnp.argmax(gain_K)
-    own = jnp.where(jnp.isfinite(log_q_K[code]), gain_K[code], jnp.inf)
-    return to.astype(assignment.dtype), gain_K[to] - own
-
-  to_V, gain_V = jax.lax.map(best, (sums.hidden, sums.count, assignment), batch_size=4096)
-  moves_V = gain_V > jnp.log(size)
-  moved_to_V = jnp.where(moves_V, to_V, assignment)
-  shift_V = jnp.where(moves_V, log_q_K[assignment] - log_q_K[moved_to_V], 0)
-  new, source_K, split = _split_codes(sums, moved_to_V, size)
-  metrics = {"moved": moves_V.sum(), "split": split, "gain": jnp.where(moves_V, gain_V, 0).sum()}
-  return Codes(codes.codebook[source_K], new, codes.bias + shift_V), metrics
-
-
-def _split_codes(sums: Contexts, assignment, codes):
-  """The new assignment, the code whose row each code has, and number of splits."""
-  by_code = lambda x: jax.ops.segment_sum(x, assignment, codes)
-  count_V, token_V = sums.count, jnp.arange(assignment.shape[0])
-  mean_VD = sums.hidden / jnp.maximum(count_V, 1)[:, None]
-  mean_KD = by_code(sums.hidden) / jnp.maximum(by_code(count_V), 1)[:, None]
-  cost_V = count_V * ((mean_VD - mean_KD[assignment]) ** 2).sum(-1)
+  mean = lambda hidden, count: hidden / np.maximum(count, 1)[:, None]
+  of_code_KD = np.zeros_like(codebook)
+  np.add.at(of_code_KD, new, hidden_VD)
+  mean_KD = mean(of_code_KD, np.bincount(new, count_V, size))
+  cost_V = count_V * ((mean(hidden_VD, count_V) - mean_KD[new]) ** 2).sum(-1)
   # The most frequent token of a code stays (the first of equals), so that no code loses all.
-  top_K = jax.ops.segment_max(count_V, assignment, codes)
-  stays_V = jnp.where(count_V == top_K[assignment], token_V, token_V.size)
-  keeper_K = jax.ops.segment_min(stays_V, assignment, codes)
-  cost_V = jnp.where(keeper_K[assignment] == token_V, 0.0, cost_V)
-
-  empty_K = by_code(jnp.ones_like(count_V)) == 0
-  # The r-th code without tokens takes the token of r-th highest cost.
-  code_of_rank = jnp.argsort(~empty_K, stable=True)
-  cost, token_of_rank = jax.lax.top_k(cost_V, codes)
-  takes = empty_K[code_of_rank] & (cost > 0)
-  own = assignment[token_of_rank]
-  source_K = jnp.arange(codes).at[code_of_rank].set(jnp.where(takes, own, code_of_rank))
-  given = jnp.where(takes, code_of_rank, own).astype(assignment.dtype)
-  return assignment.at[token_of_rank].set(given), source_K, takes.sum()
+  by_count = np.argsort(-count_V, kind="stable")
+  cost_V[by_count[np.unique(new[by_count], return_index=True)[1]]] = 0
+  empty = np.flatnonzero(np.bincount(new, minlength=size) == 0)
+  farthest = np.argsort(-cost_V, kind="stable")[: len(empty)]
+  farthest = farthest[cost_V[farthest] > 0]
+  empty, codebook = empty[: len(farthest)], codebook.copy()
+  codebook[empty] = codebook[new[farthest]]
+  new[farthest] = empty
+  numbers = {"moved": int(moves_V.sum()), "split": len(empty), "gain": float(gain_V[moves_V].sum())}
+  return Codes(codebook, new, bias), numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Recluster:
   """Moves tokens to the codes that fit their contexts best, every `every` steps.
 
-  For given hidden states and codewords, the loss of the segment that is read never rises. Only
+  The model's head must be an untied CodebookHead with a token bias: with a tied codebook the hidden
+  states depend on the codes, and the loss may rise. For given hidden states and codewords, the loss
+  of the segment that is read never rises. Only
   codes without a token get other codewords, so Adam's moments are kept: the old moments of such a
   codeword decay within 1 / (1 - beta1) steps. The segment depends on the step alone, so that a
   resumed run repeats it.
@@ -160,35 +138,30 @@ class Recluster:
     first = min((step // self.every - 1) * length % total, total - length)
     return dataclasses.replace(split, tokens=split.tokens[first : first + length])
 
-  def on(self, program: Program, split: TokenSplit) -> Between:
-    """Return the function between steps: a pass over a segment, and reassignment.
+  def on(
+    self, program: Program, split: TokenSplit
+  ) -> Callable[[TrainState], tuple[TrainState, dict[str, float]]]:
+    """Return the function between steps: a pass over a segment, and `reassigned`."""
 
-    Its metrics are those of `reassigned`.
+    def of_batch(variables: dict, batch: dict) -> Contexts:
+      hidden = program.model.apply(variables, batch["inputs"], method="hidden")
+      return contexts(_head_codes(variables), hidden, batch["targets"])
 
-    Raises:
-      ValueError: the model itself does not have an untied CodebookHead with a token bias.
-    """
-    # With a tied codebook the hidden states depend on the codes, and the loss may rise.
-    own = program.abstract_state.params.get("head", {})
-    if type(program.model.head) is not CodebookHead or not {"codebook", "token_bias"} <= own.keys():
-      raise ValueError(
-        "`model.head` must be an untied CodebookHead with a token bias, of the model itself, for"
-        f" recluster; got a {type(program.model.head).__name__} of a"
-        f" {type(program.model).__name__}. Set recluster to None, or change the head."
-      )
-    everywhere = sharding.replicated(program.mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
-    of_batch = functools.partial(_batch_contexts, program.model)
-    contexts_of = program.jitted(of_batch, out_shardings=everywhere)
-    move = program.jitted(_moved, donate_argnums=0, out_shardings=(shardings, everywhere))
+    contexts_of = program.jitted(of_batch, out_shardings=sharding.replicated(program.mesh))
 
     def between(state: TrainState) -> tuple[TrainState, dict[str, float]]:
       segment = self.segment(int(state.step), split)
       batches = EvaluationBatches(segment, program.micro, program.model.context)
       parts = (contexts_of(state.variables, program.place_whole(batch)) for batch in batches)
-      total = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
-      state, metrics = move(state, total)
-      return state, {name: float(value) for name, value in metrics.items()}
+      sums = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
+      new, numbers = reassigned(*jax.device_get((_head_codes(state.variables), sums)))
+      params = {"head": {"codebook": new.codebook, "token_bias": new.bias}}
+      codes = {"head": {"assignment": new.assignment}}
+      changed = state.replace(
+        params=state.params | params,
+        model_state=state.model_state | {"codes": state.model_state["codes"] | codes},
+      )
+      return jax.device_put(changed, jax.tree.map(lambda x: x.sharding, state)), numbers
 
     return between
 
@@ -196,17 +169,3 @@ class Recluster:
 def _head_codes(variables: dict) -> Codes:
   params = variables["params"]["head"]
   return Codes(params["codebook"], variables["codes"]["head"]["assignment"], params["token_bias"])
-
-
-def _batch_contexts(model: LanguageModel, variables: dict, batch: dict) -> Contexts:
-  hidden, targets = model.apply(variables, batch["inputs"], method="hidden"), batch["targets"]
-  # A negative index would count from the end.
-  return contexts(_head_codes(variables), hidden, jnp.maximum(targets, 0), targets >= 0)
-
-
-def _moved(state: TrainState, total: Contexts) -> tuple[TrainState, dict[str, Array]]:
-  new, metrics = reassigned(_head_codes(state.variables), total)
-  params = {**state.params, "head": {"codebook": new.codebook, "token_bias": new.bias}}
-  codes = {**state.model_state["codes"], "head": {"assignment": new.assignment}}
-  model_state = {**state.model_state, "codes": codes}
-  return state.replace(params=params, model_state=model_state), metrics

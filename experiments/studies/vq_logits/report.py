@@ -1,8 +1,8 @@
 """Tables and figures of the VQ-Logits study, beside the paper's numbers."""
 
+import math
 import pathlib
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -13,7 +13,7 @@ from matplotlib.ticker import Locator, LogLocator, MaxNLocator
 from experiments.studies import study_page
 from experiments.studies.study_page import DOCS
 from experiments.studies.vq_logits.rows import main_rows, rows
-from experiments.studies.vq_logits.settings import SCALES, WIKITEXT, VQLogitsSetting
+from experiments.studies.vq_logits.settings import SCALES, VQLogitsSetting
 from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
 from vqjax.lab.report.plots import byte_axis, label_points
@@ -26,13 +26,6 @@ MAIN = {"ptb": "Table 10", "wikitext": "Table 1", "web": "Table 9"}
 ABLATIONS = "Table 2", "Table 6", "Table 7"
 """Tables of the setting "wikitext" that vary the codebook."""
 
-TEXTS = {
-  "ptb": "Penn Treebank, words",
-  "wikitext": "WikiText-2, words",
-  "web": "WikiText-2, lines of at least 512 characters, SentencePiece",
-}
-"""Setting -> the text at the scale "cpu"."""
-
 FAMILIES = {
   "tokens share codes": ("CodebookHead", "LearnedCodebookHead"),
   "composed rows": ("ProductHead", "LearnedProductHead", "ResidualCodebookHead"),
@@ -44,24 +37,20 @@ FAMILIES = {
 FIXED = {"gumbel-1024": "weighted-bias-1024", "product-learned": "product"}
 """Row of a head that learns its codes -> row of the head of fixed codes that it becomes."""
 
-OFF_PAGE = (
-  "weighted-1024",
-  "alone-1024",
-  "commitment-1024",
-  "product-distilled",
-  "vq-512",
-  "vq-256",
-)
+OFF_PAGE = "weighted-1024", "alone-1024", "commitment-1024", "product-distilled", "vq-512", "vq-256"
 """Conversions that only the CSV file has: near others, or in Table 10."""
 
-PAPER = study_page.read_paper(pathlib.Path(__file__).with_name("paper.csv"))
+PRINTED = pathlib.Path(__file__).with_name("paper.csv")
+PAPER = study_page.read_paper(PRINTED)
+PERPLEXITY = pd.read_csv(PRINTED, dtype=str).query("column == 'perplexity'").set_index("row")
+"""The `table` and the `value` of each row of the paper that has a perplexity."""
 
 
 def measurements(results: Results, setting: VQLogitsSetting) -> pd.DataFrame:
   """The rows of a setting by their names, measured over their seeds; None for missing numbers.
 
-  The columns are the row's `label`, `converted` (whether it starts from the dense run), `failed`
-  (number of failed seeds), `head` (the head's class), and
+  The columns are the row's `label`, `converted` (whether it starts from the dense run), `head` (the
+  head's class), and
 
   - `perplexity`: a Spread, on the test text.
   - `over_full`: a Spread, per cent above the full softmax of the same seed and number of steps.
@@ -80,42 +69,36 @@ def measurements(results: Results, setting: VQLogitsSetting) -> pd.DataFrame:
     full = test("full" if row.needs or row.name == "dense" else "full-scratch")
     kept = results_by_seed(results, f"{setting.name}/{row.name}").values()
     floors = [one["floors"] for one in kept if one.get("floors")]
-    mean = lambda key, of=floors: statistics.fmean(one[key] for one in of) if of else None
     lines[row.name] = {
       "label": row.label,
       "converted": bool(row.needs),
-      "failed": sum(one["result"]["status"] == "failed" for one in kept),
       "head": head(row.name, "class"),
       "perplexity": Spread.of(list(own.values())),
       "over_full": Spread.of([100 * (own[s] / full[s] - 1) for s in sorted(own.keys() & full)]),
       "head_bytes": size,
       "of_full": size / full_bytes if size and full_bytes else None,
-      "uniform": mean("uniform"),
-      "bias": mean("bias"),
+      **pd.DataFrame(floors, columns=["uniform", "bias"]).mean(),
     }
   return pd.DataFrame.from_dict(lines, orient="index", dtype=object)
 
 
 def vq_logits_table(
-  measured: pd.DataFrame,
-  printed: Mapping[str, Mapping[str, str]] | None = None,
-  full: str = "nan",
+  measured: pd.DataFrame, printed: pd.DataFrame = PERPLEXITY[:0], full: str = "nan"
 ) -> pd.DataFrame:
-  """Measured rows as text, beside the paper's numbers by row and its full softmax's perplexity."""
-  theirs = [(printed or {}).get(name, {}).get("perplexity") for name in measured.index]
-  shown = lambda column, show: [None if pd.isna(x) else show(x) for x in measured[column]]
-  own = shown("perplexity", lambda spread: spread.show(1))
-  failed = [f"{count} failed" if count else None for count in measured["failed"]]
+  """Measured rows as text, beside rows of `PERPLEXITY` and the paper's full softmax."""
+  theirs = printed["value"].reindex(measured.index)
+  over = 100 * (theirs.astype(float) / float(full) - 1)
+  shown = lambda values, show: [None if pd.isna(x) else show(x) for x in values]
   return pd.DataFrame(
     {
       "run": measured["label"],
       "paper": theirs,
-      "paper, % over full": [x and f"{100 * (float(x) / float(full) - 1):+.1f}" for x in theirs],
-      "measured": [", ".join(filter(None, both)) or None for both in zip(own, failed)],
-      "% over full": shown("over_full", lambda spread: spread.show(1, "+")),
-      "of full": shown("of_full", units.ratio),
-      "floor": shown("uniform", units.fixed(1)),
-      "floor, best bias": shown("bias", units.fixed(1)),
+      "paper, % over full": shown(over, "{:+.1f}".format),
+      "measured": shown(measured["perplexity"], lambda spread: spread.show(1)),
+      "% over full": shown(measured["over_full"], lambda spread: spread.show(1, "+")),
+      "of full": shown(measured["of_full"], units.ratio),
+      "floor": shown(measured["uniform"], units.fixed(1)),
+      "floor, best bias": shown(measured["bias"], units.fixed(1)),
     }
   )
 
@@ -129,68 +112,45 @@ def conversions(measured: pd.DataFrame) -> pd.DataFrame:
   return ordered.assign(label=labels)
 
 
-def page_tables(
-  settings: Mapping[str, VQLogitsSetting], measured: Mapping[str, pd.DataFrame]
-) -> dict[str, pd.DataFrame]:
-  """The tables of measured rows by the names of their blocks of the page."""
-  frames = {}
+def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
+  """The tables of measured rows by their names, as the terminal and the page have them."""
+  settings, frames = SCALES[scale], {}
+  measured = {name: measurements(results, s) for name, s in settings.items()}
+  full = {name: PAPER[title]["full"]["perplexity"] for name, title in MAIN.items()}
   for name, title in MAIN.items():
-    printed, listed = PAPER[title], [row.name for row in main_rows(settings[name])]
-    frame = vq_logits_table(measured[name].loc[listed], printed, printed["full"]["perplexity"])
+    own = measured[name].loc[[row.name for row in main_rows(settings[name])]]
+    frame = vq_logits_table(own, PERPLEXITY[PERPLEXITY["table"] == title], full[name])
     # Without rows that are neither the paper's nor run.
     known = frame["paper"].notna() | frame["measured"].notna()
     frames[title.lower().replace(" ", "-")] = frame[known]
+  varied = PERPLEXITY[PERPLEXITY["table"].isin(ABLATIONS)]
   # The full softmax is in Table 1, and all of these heads have its codebook's bytes.
-  varied = {}
-  for title in ABLATIONS:
-    for row, cells in PAPER[title].items():
-      varied.setdefault(row, {**cells, "table": title.removeprefix("Table ")})
-  full = varied.pop("full")["perplexity"]
-  frame = vq_logits_table(measured["wikitext"].loc[list(varied)], varied, full)
-  tables = [cells["table"] for cells in varied.values()]
-  frames["ablations"] = frame.assign(table=tables).drop(columns="of full")
-  frames["conversions"] = vq_logits_table(
-    conversions(measured["ptb"]).drop([*OFF_PAGE], errors="ignore")
-  )
+  varied = varied[~varied.index.duplicated()].drop("full")
+  frame = vq_logits_table(measured["wikitext"].loc[varied.index], varied, full["wikitext"])
+  frame["table"] = varied["table"].str.removeprefix("Table ")
+  frames["ablations"] = frame.drop(columns="of full")
+  chosen = conversions(measured["ptb"]).drop([*OFF_PAGE], errors="ignore")
+  frames["conversions"] = vq_logits_table(chosen)
   return {name: f.drop(columns=["paper", "floor, best bias"]) for name, f in frames.items()}
 
 
-def setups(results: Results, settings: Mapping[str, VQLogitsSetting]) -> pd.DataFrame:
-  """Text, vocabulary and steps of each setting, and the paper's text."""
-  lines = []
-  for name, s in settings.items():
-    # A full softmax has V·D parameters.
-    dense = finished_results(results, f"{name}/dense").values()
-    vocab = next((f"{one['head']['params'] // s.dim:,}" for one in dense), None)
-    steps, theirs = f"{s.dense.train.steps:,} + {s.fine_tune.steps:,}", PAPER["Setup"][name]
-    own = {"setting": name, "text": TEXTS[name], "V": vocab, "steps": steps}
-    lines.append(own | {"paper's text": theirs["text"], "paper's V": f"{int(theirs['vocab']):,}"})
-  return pd.DataFrame(lines)
-
-
 def speed_table(speed: Mapping[str, Any]) -> pd.DataFrame:
-  """Times and temporaries of the benchmark `codebook`."""
-  printed = {
-    f"codebook K={name.removeprefix('vq-')}": float(cells["ms"])
-    for name, cells in PAPER["Table 3"].items()
+  """Times and temporaries of the benchmark `codebook`, beside the paper's speed."""
+  theirs = {
+    f"codebook K={row.removeprefix('vq-')}": f"{float(cells['speedup']):.1f}×"
+    for row, cells in PAPER["Table 1"].items()
   }
-  full = float(PAPER["Table 3"]["full"]["ms"])
-  lines = []
-  for name, forward in speed["forward"].items():
-    times = f"{full / printed[name]:.1f}×" if name in printed else None
-    line = {"run": name, "paper, times faster": times}
-    for kind, cells in (
-      ("log-probabilities", forward),
-      ("loss and gradient", speed["training"][name]),
-    ):
-      line[f"{kind}, ms"] = units.milliseconds(cells["seconds"])
-      line[f"{kind}, times faster"] = units.ratio(cells["times_faster"])
-      line[f"{kind}, MiB"] = f"{cells['temp_bytes'] / 2**20:,.1f}"
-    lines.append(line)
-  return pd.DataFrame(lines)
+  names = list(speed["forward"])
+  columns = {"run": names, "paper, times faster": [theirs.get(name) for name in names]}
+  for kind, key in {"log-probabilities": "forward", "loss and gradient": "training"}.items():
+    cells = [speed[key][name] for name in names]
+    columns[f"{kind}, ms"] = [units.milliseconds(cell["seconds"]) for cell in cells]
+    columns[f"{kind}, times faster"] = [units.ratio(cell["times_faster"]) for cell in cells]
+    columns[f"{kind}, MiB"] = [f"{cell['temp_bytes'] / 2**20:,.1f}" for cell in cells]
+  return pd.DataFrame(columns)
 
 
-def kmeans_table(figures: Mapping[str, Any]) -> pd.DataFrame:
+def kmeans_table(rows: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
   """The numbers that the benchmark `kmeans` writes."""
   return pd.DataFrame(
     {
@@ -200,8 +160,7 @@ def kmeans_table(figures: Mapping[str, Any]) -> pd.DataFrame:
       "memory": units.size(row["memory_bytes"]),
       "inertia": f"{row['inertia']:,.0f}",
     }
-    for data in figures["data"].values()
-    for name, row in data["rows"].items()
+    for name, row in rows.items()
   )
 
 
@@ -211,10 +170,9 @@ def bytes_figure(points: pd.DataFrame) -> Figure:
   xs = byte_axis(axes, list(points["head_bytes"]))
   ys = [spread.mean for spread in points["perplexity"]]
   for (family, classes), color in zip(FAMILIES.items(), SERIES, strict=False):
-    own = points["head"].isin(classes)
-    if own.any():
-      of_family = pd.DataFrame({"x": xs, "y": ys})[own.to_numpy()]
-      axes.plot(of_family["x"], of_family["y"], "o", markersize=6, color=color, label=family)
+    of_family = [at for at, head in enumerate(points["head"]) if head in classes]
+    own = [xs[at] for at in of_family], [ys[at] for at in of_family]
+    axes.plot(*own, "o", markersize=6, color=color, label=family)
   best = study_page.frontier(zip(xs, ys, strict=True))
   axes.plot(*zip(*best, strict=True), color=INK, alpha=0.4, linewidth=1, zorder=1)
   axes.set_xlabel("head bytes")
@@ -231,50 +189,28 @@ def codes_figure(
 ) -> Figure:
   """Figure 2a for each text: perplexity, floor and the paper's, by codebook size."""
   figure = Figure(figsize=(9.6, 3.8), layout="constrained")
-  mean = lambda spread: spread.mean if spread else float("nan")
-  for axes, (name, setting) in zip(
-    figure.subplots(1, len(settings)), settings.items(), strict=True
-  ):
-    codes, names = setting.codes, [f"vq-{k}" for k in setting.codes]
-    own, printed = measured[name], PAPER[MAIN[name]]
-    theirs = lambda row, of=printed: float(of[row]["perplexity"])
-    line = lambda ys, style, at, label, on=axes, xs=codes: on.plot(
-      xs, ys, style, color=SERIES[at], label=label
-    )
-    level = lambda y, at, label, on=axes: on.axhline(
-      y, color=SERIES[at], linewidth=0.8, label=label
-    )
-    line(own.loc[names, "perplexity"].map(mean), "o-", 0, "measured")
-    line(own.loc[names, "uniform"], "s--", 1, "floor of these codes")
-    line([theirs(row) for row in names], "x:", 2, "paper")
-    level(mean(own["perplexity"]["full"]), 0, "full softmax, measured")
-    level(theirs("full"), 2, "full softmax, paper")
-    axes.set_title(f"{name} (paper: {PAPER['Setup'][name]['text']})", fontsize=9, color=INK)
+  panels = figure.subplots(1, len(settings))
+  for axes, (name, setting) in zip(panels, settings.items(), strict=True):
+    codes, text = setting.codes, PAPER["Setup"][name]["text"]
+    rows = ["full", *(f"vq-{k}" for k in codes)]
+    own = [spread.mean if spread else math.nan for spread in measured[name]["perplexity"][rows]]
+    theirs = [float(PAPER[MAIN[name]][row]["perplexity"]) for row in rows]
+    floors = measured[name]["uniform"][rows[1:]]
+    axes.plot(codes, own[1:], "o-", color=SERIES[0], label="measured")
+    axes.plot(codes, floors, "s--", color=SERIES[1], label="floor of these codes")
+    axes.plot(codes, theirs[1:], "x:", color=SERIES[2], label="paper")
+    axes.axhline(own[0], color=SERIES[0], linewidth=0.8, label="full softmax, measured")
+    axes.axhline(theirs[0], color=SERIES[2], linewidth=0.8, label="full softmax, paper")
+    axes.set_title(f"{name} (paper: {text})", fontsize=9, color=INK)
+    axes.set_xlabel("codes, K", fontsize=9, color=INK)
     axes.set_ylabel("perplexity", fontsize=9, color=INK)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(codes, [f"{k:,}" for k in codes])
     _perplexity_axis(axes, LogLocator(subs=(1, 2, 5)))
-    _codes_axis(axes, codes)
     axes.tick_params(labelsize=8, colors=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color=INK, alpha=0.15, linewidth=0.6)
   _legend_below(figure, figure.axes[0])
-  return figure
-
-
-def speed_figure(speed: Mapping[str, Any]) -> Figure:
-  """Figure 2b: speed of the log-probabilities relative to the full softmax."""
-  printed = {row: cells["speedup"] for row, cells in PAPER["Table 1"].items()}
-  codes = WIKITEXT.codes
-  figure, axes = blank(height=3.6)
-  own = [speed["forward"][f"codebook K={k}"]["times_faster"] for k in codes]
-  axes.plot(codes, own, "o-", color=SERIES[0], label="measured")
-  theirs = [float(printed[f"vq-{k}"]) for k in codes]
-  axes.plot(codes, theirs, "x:", color=SERIES[2], label="paper")
-  axes.legend(fontsize=8, frameon=False, labelcolor=INK)
-  axes.set_ylabel("times the full softmax's speed", fontsize=9)
-  axes.set_yscale("log", base=2)
-  axes.yaxis.set_major_formatter("{x:g}×")
-  axes.yaxis.set_minor_formatter("")
-  _codes_axis(axes, codes)
   return figure
 
 
@@ -285,21 +221,9 @@ def _perplexity_axis(axes: Axes, ticks: Locator) -> None:
   axes.yaxis.set_minor_formatter("")
 
 
-def _codes_axis(axes: Axes, codes: Sequence[int]) -> None:
-  axes.set_xscale("log", base=2)
-  axes.set_xticks(codes, [f"{k:,}" for k in codes])
-  axes.set_xlabel("codes, K", fontsize=9, color=INK)
-
-
 def _legend_below(figure: Figure, axes: Axes) -> None:
   handles, names = axes.get_legend_handles_labels()
   figure.legend(handles, names, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
-
-
-def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
-  """The tables of the terminal by their titles."""
-  settings = SCALES[scale]
-  return page_tables(settings, {name: measurements(results, s) for name, s in settings.items()})
 
 
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
@@ -309,10 +233,9 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   converted = conversions(measured["ptb"])
   speed = study_page.bench(docs, "codebook")
   frames = {
-    "settings": setups(results, settings),
-    **page_tables(settings, measured),
+    **shown_tables(results, "cpu"),
     "table-3": speed_table(speed),
-    "kmeans": kmeans_table(study_page.bench(docs, "kmeans")),
+    "kmeans": kmeans_table(study_page.bench(docs, "kmeans")["data"]["mixture"]["rows"]),
   }
   blocks = {name: markdown(frame) for name, frame in frames.items()}
   shape, origin = speed["sizes"]["shape"], speed["provenance"]
@@ -323,7 +246,6 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   figures = {
     "vq-bytes.png": bytes_figure(converted[converted["perplexity"].notna()]),
     "vq-codes.png": codes_figure(settings, measured),
-    "vq-speed.png": speed_figure(speed),
   }
   whole = {"vq_logits-conversions.csv": vq_logits_table(converted)}
   return study_page.publish_page(docs, "vq_logits", results, blocks, figures, whole)

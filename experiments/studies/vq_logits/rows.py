@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.studies.vq_logits.recluster import Recluster
 from experiments.studies.vq_logits.settings import VQLogitsSetting
@@ -20,31 +19,23 @@ ALONE = convert.KMeans(power=1.0, alone=0.5)
 BROWN = convert.Brown(token_bias=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class VQLogitsRow:
-  """A row of the tables of one setting.
+class VQLogitsRow(NamedTuple):
+  """A row of the tables of one setting: its label there, its run, and the rows it starts from."""
 
-  Attributes:
-    name: name of the row; its runs are called "SETTING/NAME".
-    label: the row's label in tables.
-    experiment: seed -> the experiment.
-    needs: names of the rows whose runs it starts from; empty for training from scratch.
-  """
-
-  name: str
   label: str
-  experiment: Callable[[int], Experiment]
+  experiment: Experiment
   needs: tuple[str, ...] = ()
+
+  @property
+  def name(self) -> str:
+    """The row's name; its runs are called "SETTING/NAME"."""
+    return self.experiment.name
 
 
 def rows(s: VQLogitsSetting) -> list[VQLogitsRow]:
   """Every row of a setting, each after those that it needs."""
-  listed = main_rows(s)
-  if s.ablations:
-    listed += _ablations(s)
-  if s.further:
-    listed += [*_codebooks(s), *_other_heads(s)]
-  return listed
+  ablations = _ablations(s) if s.ablations else []
+  return main_rows(s) + ablations + ([*_codebooks(s), *_other_heads(s)] if s.further else [])
 
 
 def _scratch(
@@ -52,14 +43,9 @@ def _scratch(
 ) -> VQLogitsRow:
   """A head trained from scratch for the steps of a dense run and its fine-tuning."""
   steps = s.dense.train.steps + s.fine_tune.steps
-  made = dataclasses.replace(
-    s.dense,
-    name=name,
-    model=s.dense.model.clone(head=head),
-    train=dataclasses.replace(s.dense.train, steps=steps, eval_every=steps, save_every=steps),
-    init_from=init_from,
-  )
-  return VQLogitsRow(name, label, lambda seed: dataclasses.replace(made, seed=seed))
+  train = dataclasses.replace(s.dense.train, steps=steps, eval_every=steps, save_every=steps)
+  own = {"name": name, "model": s.dense.model.clone(head=head), "train": train}
+  return VQLogitsRow(label, dataclasses.replace(s.dense, init_from=init_from, **own))
 
 
 def _converted(
@@ -72,29 +58,22 @@ def _converted(
   **options: Any,
 ) -> VQLogitsRow:
   """A head computed from the dense run's weights, then fine-tuned."""
-
-  def experiment(seed: int) -> Experiment:
-    dense, folder = dataclasses.replace(s.dense, seed=seed), s.path("dense", seed)
-    more = {"name": name, "train": s.fine_tune, **options}
-    made = starting_points.converted(dense, folder, head, target, **more)
-    return dataclasses.replace(made, recluster=recluster)
-
-  return VQLogitsRow(name, label, experiment, needs=("dense",))
+  options |= {"name": name, "train": s.fine_tune}
+  made = starting_points.converted(s.dense, s.path("dense"), head, target, **options)
+  return VQLogitsRow(label, dataclasses.replace(made, recluster=recluster), needs=("dense",))
 
 
 def main_rows(s: VQLogitsSetting) -> list[VQLogitsRow]:
   """The rows of the paper's Tables 1, 9 and 10."""
-  before = lambda seed: dataclasses.replace(s.dense, seed=seed)
-  tuned = lambda seed: dataclasses.replace(
-    before(seed), name="full", train=s.fine_tune, init_from=FromRun(s.path("dense", seed))
-  )
+  start = FromRun(s.path("dense"))
+  tuned = dataclasses.replace(s.dense, name="full", train=s.fine_tune, init_from=start)
   full, as_paper = s.dense.model.head, convert.ToCodebook(convert.KMeans())
   adaptive = heads.AdaptiveHead(V, s.dim, s.cutoffs, dtype=s.dtype)
   low_rank = heads.LowRankHead(V, s.dim, s.rank)
   codebooks = {k: heads.CodebookHead(V, s.dim, k, dtype=s.dtype) for k in s.codes}
   return [
-    VQLogitsRow("dense", "Full softmax, before fine-tuning", before),
-    VQLogitsRow("full", "Full softmax", tuned, needs=("dense",)),
+    VQLogitsRow("Full softmax, before fine-tuning", s.dense),
+    VQLogitsRow("Full softmax", tuned, needs=("dense",)),
     _scratch(s, "full-scratch", "Full softmax, from scratch", full),
     _scratch(s, "adaptive", "Adaptive softmax", adaptive),
     _scratch(s, "low-rank", f"Low-rank ({s.rank})", low_rank),
@@ -126,17 +105,17 @@ def _ablations(s: VQLogitsSetting) -> list[VQLogitsRow]:
 
 def _codebooks(s: VQLogitsSetting) -> list[VQLogitsRow]:
   """Other assignments of tokens to codes, and other ways to train a codebook."""
-  k, small, steps, to = s.codes[-1], 460, s.fine_tune.steps, convert.ToCodebook
+  k, steps, to = s.codes[-1], s.fine_tune.steps, convert.ToCodebook
   codebook = functools.partial(heads.CodebookHead, V, s.dim, dtype=s.dtype)
-  plain, bias = codebook(k), codebook(k, token_bias=True)
-  commitment = codebook(k, token_bias=True, commitment=0.25)
+  plain, bias, small = codebook(k), codebook(k, token_bias=True), codebook(460, token_bias=True)
+  commitment = bias.clone(commitment=0.25)
   learned = heads.LearnedCodebookHead(V, s.dim, k, token_bias=True, anneal=steps * 2 // 3)
-  bins, to_learned = convert.FrequencyBins(equal_mass=True), convert.ToLearnedCodebook(WEIGHTED)
+  mass, to_learned = convert.FrequencyBins(equal_mass=True), convert.ToLearnedCodebook(WEIGHTED)
   # Tokens move in the first two thirds of the fine-tuning; then the codebook settles.
   every = max(1, steps // 6)
   recluster = Recluster(every, 4 * every)
-  row = lambda name, label, *arguments, **options: _converted(
-    s, f"{name}-{k}", f"K={k}, {label}", *arguments, **options
+  row = lambda name, label, head, *target, **options: _converted(
+    s, f"{name}-{head.codes}", f"K={head.codes}, {label}", head, *target, **options
   )
   return [
     row("bias", "k-means, + bias", bias, to(convert.KMeans())),
@@ -146,14 +125,8 @@ def _codebooks(s: VQLogitsSetting) -> list[VQLogitsRow]:
     row("alone-bias", "half alone, + bias", bias, to(ALONE)),
     row("balanced-bias", "balanced, + bias", bias, to(convert.Balanced())),
     row("brown-bias", "exchange on bigrams, + bias", bias, to(BROWN)),
-    _converted(
-      s,
-      f"brown-bias-{small}",
-      f"K={small}, exchange on bigrams, + bias",
-      codebook(small, token_bias=True),
-      to(BROWN),
-    ),
-    row("mass-bias", "bins of equal mass, + bias", bias, to(bins)),
+    row("brown-bias", "exchange on bigrams, + bias", small, to(BROWN)),
+    row("mass-bias", "bins of equal mass, + bias", bias, to(mass)),
     row("distilled", "half alone, + bias, distilled", bias, to(ALONE), distillation=1.0),
     row("commitment", "half alone, + bias, commitment 0.25", commitment, to(ALONE)),
     row("reclustered", "weighted, + bias, re-clustered", bias, to(WEIGHTED), recluster),

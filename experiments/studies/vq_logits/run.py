@@ -10,6 +10,7 @@ A stopped run is resumed. Results are kept in results.jsonl; the page docs/resul
 prose with generated tables and figures, which --scale cpu and --render rewrite.
 """
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
@@ -74,25 +75,22 @@ def code_words(
 def jobs(scale: str) -> list[StudyJob]:
   """All runs of a scale, each after those that it starts from."""
   return [
-    _job(setting, row, seed)
+    _job(own, row)
     for setting in SCALES[scale].values()
     for seed in range(SEEDS)
-    for row in rows(setting)
-    if seed == 0 or row.name in setting.repeated
+    for own in [dataclasses.replace(setting, dense=dataclasses.replace(setting.dense, seed=seed))]
+    for row in rows(own)
+    if seed == 0 or row.name in own.repeated
   ]
 
 
-def _job(setting: VQLogitsSetting, row: VQLogitsRow, seed: int) -> StudyJob:
+def _job(setting: VQLogitsSetting, row: VQLogitsRow) -> StudyJob:
+  seed = row.experiment.seed
   named = lambda row: f"{setting.name}/{row}" + (f"-s{seed}" if seed else "")
-  name = named(row.name)
-  return training_job(
-    name,
-    row.label,
-    row.experiment(seed),
-    setting.path(row.name, seed),
-    functools.partial(measurements, name),
-    tuple(map(named, row.needs)),
-  )
+  measure = functools.partial(measurements, named(row.name))
+  needs = tuple(map(named, row.needs))
+  folder = setting.path(row.name)
+  return training_job(named(row.name), row.label, row.experiment, folder, measure, needs)
 
 
 STUDY = PaperStudy(

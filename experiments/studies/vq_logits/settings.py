@@ -69,13 +69,13 @@ class VQLogitsSetting:
     """Data type of the computation."""
     return self.dense.model.dtype
 
-  def path(self, row: str, seed: int) -> str:
+  def path(self, row: str) -> str:
     """The run folder of a row."""
-    return f"runs/vq/{self.scale}/{self.name}/{row}-{seed}"
+    return f"runs/vq/{self.scale}/{self.name}/{row}-{self.dense.seed}"
 
 
 def _lasting(train: Train, steps: int) -> Train:
-  """A training of so many steps that is evaluated at its end."""
+  """The training with so many steps, evaluated at its end."""
   return dataclasses.replace(train, steps=steps, eval_every=steps, save_every=max(1, steps // 4))
 
 
@@ -84,18 +84,10 @@ def _cpu(
 ) -> VQLogitsSetting:
   """A decoder of width 128 with two layers, on batches of 1,024 tokens, in float32."""
   train = Train(batch=16, learning_rate=3e-3, warmup=100, weight_decay=0.1, keep=1, log_every=10)
-  dim, dtype = 128, jnp.float32
-  initial = nn.initializers.normal(0.02)
-  model = Transformer(
-    embedding=DenseEmbedding(FROM_TOKENIZER, dim, weight_init=initial, dtype=dtype),
-    head=DenseHead(FROM_TOKENIZER, dim, dtype=dtype),
-    dim=dim,
-    layers=2,
-    heads=4,
-    context=64,
-    dropout=0.1,
-    dtype=dtype,
-  )
+  shape, dtype, initial = (FROM_TOKENIZER, 128), jnp.float32, nn.initializers.normal(0.02)
+  embedding = DenseEmbedding(*shape, weight_init=initial, dtype=dtype)
+  decoder = {"dim": 128, "layers": 2, "heads": 4, "context": 64, "dropout": 0.1, "dtype": dtype}
+  model = Transformer(embedding=embedding, head=DenseHead(*shape, dtype=dtype), **decoder)
   dense = Experiment("dense", model, data, tokenizer, Windows(), _lasting(train, steps))
   tuning = dataclasses.replace(train, learning_rate=1.5e-3)
   return VQLogitsSetting(name, dense, _lasting(tuning, fine_tune), **fields)
@@ -114,18 +106,15 @@ def _smoke(s: VQLogitsSetting) -> VQLogitsSetting:
 
 def _paper(s: VQLogitsSetting, config: Experiment, **fields: Any) -> VQLogitsSetting:
   """The paper's decoder, schedule and heads, with Table 4's second column's fine-tuning."""
-  model, train = config.model, config.train
-  fine_tune = dataclasses.replace(
-    train, learning_rate=5e-5, warmup=1000, steps=min(50_000, train.steps // 5)
+  steps = min(50_000, config.train.steps // 5)
+  return dataclasses.replace(
+    s,
+    dense=dataclasses.replace(config, name="dense"),
+    fine_tune=dataclasses.replace(config.train, learning_rate=5e-5, warmup=1000, steps=steps),
+    scale="paper",
+    further=False,
+    **fields,
   )
-  # The vocabulary is that of the fitted tokenizer, which a word list may leave below the paper's.
-  free = model.clone(
-    embedding=model.embedding.clone(vocab=FROM_TOKENIZER),
-    head=model.head.clone(vocab=FROM_TOKENIZER),
-  )
-  dense = dataclasses.replace(config, name="dense", model=free)
-  changes = {"dense": dense, "fine_tune": fine_tune, "scale": "paper", "further": False}
-  return dataclasses.replace(s, **changes, **fields)
 
 
 PTB = _cpu(
@@ -167,7 +156,13 @@ SCALES = {
   "cpu": CPU,
   "paper": {
     "ptb": _paper(PTB, ptb.experiment(), rank=27),
-    "wikitext": _paper(WIKITEXT, wikitext103.experiment(), cutoffs=(20_000, 80_000), rank=512),
+    "wikitext": _paper(
+      # A word list may have fewer words than the paper's.
+      WIKITEXT,
+      wikitext103.experiment("dense", FROM_TOKENIZER),
+      cutoffs=(20_000, 80_000),
+      rank=512,
+    ),
     "web": _paper(WEB, c4.experiment(), cutoffs=(2400, 9600), rank=48),
   },
 }

@@ -29,7 +29,7 @@ def initialised(lstm):
   return init(lstm, jax.random.key(0), start, start, method="loss_terms")
 
 
-def by_hand(variables, tokens, forget_bias):
+def by_hand(variables, tokens):
   """Equations of Section 3 of Zaremba et al., one token after another, in float64."""
   p = jax.tree.map(lambda x: np.asarray(x, np.float64), variables["params"])
   layers = len(p["bias"])
@@ -40,7 +40,7 @@ def by_hand(variables, tokens, forget_bias):
     for layer in range(layers):
       gates = x @ p["kernel_in"][layer] + out[layer] @ p["kernel_back"][layer] + p["bias"][layer]
       i, j, f, o = np.split(gates, 4, axis=-1)
-      cell[layer] = expit(f + forget_bias) * cell[layer] + expit(i) * np.tanh(j)
+      cell[layer] = expit(f) * cell[layer] + expit(i) * np.tanh(j)
       out[layer] = expit(o) * np.tanh(cell[layer])
       x = out[layer]
     hidden.append(x.copy())
@@ -48,17 +48,16 @@ def by_hand(variables, tokens, forget_bias):
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("forget_bias", [0.0, 1.0])
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_hidden_vectors_without_a_carry_are_those_of_the_equations(layers, forget_bias):
-  lstm = model(layers=layers, forget_bias=forget_bias)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_hidden_vectors_without_a_carry_are_those_of_the_equations(layers):
+  lstm = model(layers=layers)
   variables = initialised(lstm)
   both = lambda params: (
     lstm.apply({"params": params}, TOKENS, method="hidden"),
     lstm.apply({"params": params}, TOKENS, TOKENS, method="log_prob"),
   )
   hidden, log_prob = jax.jit(both)(variables["params"])
-  exact = by_hand(variables, TOKENS, forget_bias)
+  exact = by_hand(variables, TOKENS)
   # Outputs are below 1, and their errors add up over 10 times with gates of 12 products.
   np.testing.assert_allclose(hidden, exact, atol=10 * 12 * 2**-24)
   weight = np.asarray(variables["params"]["head"]["weight"], np.float64)

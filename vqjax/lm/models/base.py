@@ -155,7 +155,7 @@ def vocabulary_axes(model: nn.Module, axes: dict) -> dict:
   A layer that the head shares, such as a tied embedding, has its variables under the name of the
   field in which it comes first.
   """
-  names = [name for name in ("embedding", "target_embedding", "head") if getattr(model, name, None)]
+  names = [name for name in ("embedding", "head") if getattr(model, name, None)]
   axes = {collection: dict(tree) for collection, tree in axes.items()}
   for name in names:
     layer = getattr(model, name)

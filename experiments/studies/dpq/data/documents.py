@@ -24,35 +24,34 @@ class Reader:
     return jax.tree.map(np.int32, self.read(number))
 
 
-class DocumentRows:
-  """Documents by number, cut off or filled up to `context` tokens."""
+def document_rows(
+  split: TokenSplit, context: int, ended: bool = False
+) -> Callable[[np.ndarray], np.ndarray]:
+  """Numbers of documents -> [n, context], cut off or filled up with `NONE`.
 
-  def __init__(self, split: TokenSplit, context: int, ended: bool = False):
-    """Locate the documents of a split.
+  Args:
+    split: the tokens.
+    context: length of a row.
+    ended: keep the token that ends a document, where there is room for it.
 
-    Args:
-      split: the tokens.
-      context: length of a row.
-      ended: keep the token that ends a document, where there is room for it.
+  Raises:
+    ValueError: a text has the ending token in it.
+  """
+  ends = np.flatnonzero(split.tokens == split.eos)
+  starts = np.concatenate([[0], ends[:-1] + 1])
+  if len(ends) != split.documents:
+    raise ValueError(
+      f"`split` must have {split.documents} ending tokens, one for each document; got {len(ends)}."
+      " A text spells the ending token: choose another tokenizer."
+    )
 
-    Raises:
-      ValueError: a text has the ending token in it.
-    """
-    self.split, self.context, self.ended = split, context, ended
-    self.ends = np.flatnonzero(split.tokens == split.eos)
-    self.starts = np.concatenate([[0], self.ends[:-1] + 1])
-    if len(self.ends) != split.documents:
-      raise ValueError(
-        f"`split` must have {split.documents} ending tokens, one for each document; got"
-        f" {len(self.ends)}. A text spells the ending token: choose another tokenizer."
-      )
+  def rows(number):
+    first, last = starts[number][:, None], ends[number][:, None]
+    position = first + np.arange(context)
+    inside = (position < last + ended) & (number != NONE)[:, None]
+    return np.where(inside, split.tokens[np.minimum(position, last)].astype(np.int32), NONE)
 
-  def __call__(self, number: np.ndarray) -> np.ndarray:
-    """Return [n, context], `NONE` after a document's end."""
-    first, last = self.starts[number][:, None], self.ends[number][:, None]
-    position = first + np.arange(self.context)
-    inside = (position < last + self.ended) & (number != NONE)[:, None]
-    return np.where(inside, self.split.tokens[np.minimum(position, last)].astype(np.int32), NONE)
+  return rows
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
@@ -76,7 +75,7 @@ class Documents(Examples):
         f"`split` must have a class for each of {split.documents} documents; got {len(labels)}."
         " Choose labelled data, such as AGNews()."
       )
-    rows = DocumentRows(split, context)
+    rows = document_rows(split, context)
     return Reader(
       split.documents,
       lambda number: {
@@ -104,7 +103,7 @@ class Pairs(Examples):
         f"`split` must have an even number of documents, in pairs; got {split.documents}. Choose"
         " paired data, such as Multi30k()."
       )
-    rows = DocumentRows(split, context, ended=True)
+    rows = document_rows(split, context, ended=True)
 
     def read(number):
       source, targets = (rows(np.where(number == NONE, NONE, 2 * number + n)) for n in (0, 1))
@@ -127,7 +126,7 @@ class Continued(Examples):
     return {"inputs": _ints(batch, 2, context), "targets": _ints(batch)}
 
   def _reader(self, split, context):
-    rows, documents = DocumentRows(split, 2 * context), split.documents
+    rows, documents = document_rows(split, 2 * context), split.documents
     if documents < 2:
       raise ValueError(f"`split` must have at least 2 documents; got {documents}. Give more.")
 

@@ -53,23 +53,13 @@ class Columns(NamedTuple):
 class LabelledSource(Source):
   """Documents with classes from CSV files; a text that is in several files counts once.
 
-  A part of the training texts, by their hashes, is the validation split, and where there is no file
-  for the test, another such part is the test split. A test text is in no other split.
+  A tenth of the training texts, by their hashes, is the validation split, and without a file for
+  the test, another tenth is the test split. A test text is in no other split.
   """
 
   path: str
-  valid_fraction: float = 0.1
-
   train_files: ClassVar[tuple[Columns, ...]]
   test_files: ClassVar[tuple[Columns, ...]] = ()
-  test_fraction: ClassVar[float] = 0.0
-
-  def __post_init__(self):
-    most = 1 - self.test_fraction
-    if not 0 < self.valid_fraction < most:
-      raise ValueError(
-        f"`data.valid_fraction` must be in (0, {most:g}); got {self.valid_fraction}. 0.05 is usual."
-      )
 
   @property
   def classes(self) -> tuple[str, ...]:
@@ -92,8 +82,8 @@ class LabelledSource(Source):
         continue
       seen.add(key)
       share = key / 2**64
-      own = "test" if share >= 1 - self.test_fraction else "train"
-      if ("valid" if share < self.valid_fraction else own) == split:
+      own = "test" if share >= 0.9 and not self.test_files else "train"
+      if ("valid" if share < 0.1 else own) == split:
         yield text, label
 
   def _documents(self, split: str) -> Iterator[str]:
@@ -112,9 +102,9 @@ class LabelledSource(Source):
     return data_path(self.path, kind=f"{type(self).__name__}.path")
 
   def fingerprint(self) -> str:
-    """Return a hash of the files and of how they are split."""
+    """Return a hash of the files and of the part of validation."""
     files = [self._folder() / columns.file for columns in (*self.train_files, *self.test_files)]
-    return content_hash([type(self).__name__, str(self.valid_fraction), *files])
+    return content_hash([type(self).__name__, "0.1", *files])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +116,6 @@ class AGNews(LabelledSource):
 
   Attributes:
     path: folder with the CSV files, here or under $VQJAX_DATA.
-    valid_fraction: part of the training texts that is the validation split.
   """
 
   path: str = "ag_news"
@@ -146,10 +135,8 @@ class DBpedia(LabelledSource):
 
   Attributes:
     path: folder with the CSV file, here or under $VQJAX_DATA.
-    valid_fraction: part of the texts that is the validation split; a tenth is the test split.
   """
 
   path: str = "dbpedia14"
 
   train_files = (Columns("subset14k_train.csv", label=0, texts=(1,)),)
-  test_fraction = 0.1
