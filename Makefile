@@ -9,6 +9,8 @@ WORKERS ?= 2
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 # Tests whose subject has signatures with shapes, which are checked while they run.
 TYPED := $(addprefix tests/,assign convert embeddings heads lm nnx ops quantizers tables)
+# Files of the tests that checks of types would refuse.
+UNTYPED = $(shell grep -rl mark.untyped $(TYPED))
 # Tests of the mathematics, whose tolerances must hold for programs that are compiled as users' are,
 # with this machine's vector instructions and with older ones.
 NUMERIC := tests/lm/models $(addprefix tests/ops/test_,softmax.py codes.py product.py)
@@ -111,7 +113,7 @@ test-gpu: $(STAMP)
 check: $(STAMP)
 	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(TYPED) $(addprefix --ignore=,$(NUMERIC))
 	$(PYTEST) tests $(addprefix --ignore=,$(TYPED))
-	$(PYTEST) -m untyped $(TYPED)
+	$(PYTEST) -m untyped $(UNTYPED)
 	NNX_GRAPH_MODE=false NNX_GRAPH_UPDATES=false $(PYTEST) -m "not slow" tests/nnx
 	$(OPTIMISED)=$(NATIVE) $(PYTEST) $(NUMERIC)
 

@@ -1,10 +1,9 @@
 """Three heads on your own text, tuned alike, with three seeds each and one page.
 
+python examples/study.py                    the jobs, without training
 vqjax study examples/study.py --scale 0.1   a tenth of the steps, to see that all runs
 vqjax study examples/study.py
 """
-
-import tempfile
 
 from vqjax import AdaptiveHead, CodebookHead, DenseEmbedding, DenseHead, Int8
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
@@ -44,5 +43,4 @@ def study() -> Study:
 if __name__ == "__main__":
   from vqjax.commands.study import main
 
-  with tempfile.TemporaryDirectory() as folder:
-    main([__file__, "--scale", "0.02", "--only", "dense/run", "--out", folder])
+  main([__file__, "--list"])

@@ -17,8 +17,9 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "true" and importlib.metadata.version(
   "jaxlib"
 ).startswith(("0.10", "0.11")):
-  emitters = "--xla_cpu_use_fusion_emitters=false"
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {emitters}"
+  # Each program is compiled by one thread, as one module: the workers use the other cores.
+  least = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {least}"
 os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".jax_cache")
 )

@@ -12,6 +12,9 @@ import jax
 import numpy as np
 import pytest
 
+from vqjax.lab.config import with_fields
+from vqjax.lab.training import fit
+
 ROOT = pathlib.Path(__file__).parents[1]
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
 MODULES = [
@@ -19,7 +22,7 @@ MODULES = [
   for path in sorted((ROOT / "vqjax").rglob("*.py"))
   if ">>> " in path.read_text("utf-8")
 ]
-FAST = ("own_mesh",)
+FAST = ("own_mesh", "study")
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,15 @@ def test_an_example_runs_and_prints(path, capsys, monkeypatch):
   monkeypatch.setattr(sys, "argv", [str(path)])
   runpy.run_path(str(path), run_name="__main__")
   assert capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_study_of_text_trains(tmp_path):
+  study = runpy.run_path(str(ROOT / "examples" / "study.py"))["study"]()
+  short = {"train.steps": 2, "train.warmup": 1, "train.eval_every": 2, "train.save_every": 2}
+  text = {"data.path": str(ROOT / "README.md")}
+  result = fit(with_fields(study.base, short | text), tmp_path, test=False)
+  assert result["status"] == "finished"
 
 
 @pytest.mark.slow
