@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
+import sys
 import sysconfig
 import tempfile
 
@@ -147,4 +148,4 @@ if __name__ == "__main__":
   from vqjax.commands.study import main
 
   with tempfile.TemporaryDirectory() as folder:
-    main([__file__, "--scale", "0.02", "--only", "dense/run", "--out", folder])
+    sys.exit(main([__file__, "--scale", "0.02", "--only", "dense/run", "--out", folder]))

@@ -34,6 +34,8 @@ FAST = ("own_mesh", "study")
 )
 def test_an_example_runs_and_prints(path, capsys, monkeypatch):
   monkeypatch.setattr(sys, "argv", [str(path)])
+  # A program that fails exits with a code.
+  monkeypatch.setattr(sys, "exit", lambda code: pytest.fail(f"exit {code}") if code else None)
   runpy.run_path(str(path), run_name="__main__")
   assert capsys.readouterr().out
 

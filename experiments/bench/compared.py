@@ -34,10 +34,10 @@ def _study(of: str, vocab: int, most: int | None, rounds: int) -> dict[str, Any]
   """Print and return the seconds of each row, and their ratios to those of the dense head.
 
   A row that is compressed after its training has no step of its own. Samples are compared with
-  the median of the rows that sample as the first one does.
+  the median of the rows that sample as the untied full softmax does.
   """
   study = work_of(of).study
-  reference, *_ = every = [*study.rows][:most]
+  reference, every = "dense", [*study.rows][:most]
   decoding = compare({name: _sample(study, name, vocab) for name in every}, rounds)
   same = [name for name in every if _deployed(study, name) == _deployed(study, reference)]
   of_reference = statistics.median(decoding[name].seconds for name in same)
@@ -56,8 +56,8 @@ def _study(of: str, vocab: int, most: int | None, rounds: int) -> dict[str, Any]
     own.end()
   base, model = study.base, study.base.model
   measure.show_rows(
-    f"{of}: a training step of {base.train.batch * model.context} tokens, over that of the first"
-    f" row, and a sample at batch 1, over the median of the dense heads, V={vocab:,},"
+    f"{of}: a training step of {base.train.batch * model.context} tokens, over that of the full"
+    f" softmax, and a sample at batch 1, over the median of the dense heads, V={vocab:,},"
     f" D={model.dim}, float32, {device()}",
     ("head", "step, ms", "ratio", "sample, ms", "ratio"),
     [

@@ -84,7 +84,7 @@ def test_a_run_knows_the_file_that_it_was_made_from(run, tmp_path, monkeypatch):
       "row": "tiny",
       "seed": 0,
       "scale": "1",
-      "fields": {"train.learning_rate": 1e-2},
+      "runs": {"tiny": {"folder": "", "fields": {"train.learning_rate": 1e-2}}},
     },
   }
   for source in made.values():

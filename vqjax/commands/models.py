@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -91,10 +92,12 @@ def _experiment_of_run(folder: pathlib.Path) -> Any:
   from vqjax.lab.study.declaration import Run, load_study
 
   study = load_study(file)
-  seed, scale, runs = source["seed"], Fraction(source["scale"]), source["runs"]
-  tuned = lambda row: with_fields(study.experiment(row, seed, scale, run), runs[row]["fields"])
-  run = lambda row: Run.of(tuned(row), runs[row]["folder"])
-  return tuned(source["row"])
+  runs, seed, scale = source["runs"], source["seed"], Fraction(source["scale"])
+  tuned = lambda row, scale=Fraction(1): with_fields(
+    study.experiment(row, seed, scale, run), runs[row]["fields"]
+  )
+  run = functools.cache(lambda row: Run.of(tuned(row), runs[row]["folder"]))
+  return tuned(source["row"], scale)
 
 
 PRETRAINED = "folder of safetensors, a GGUF, or a .bin file of llama2.c"

@@ -35,7 +35,8 @@ examples:
   vqjax study study.py --render        writes the pages again, without a run
   vqjax study study.py --launcher slurm --submit gpus_per_node=1 slurm_partition=gpu
 
-The same command again goes on where it stopped; several may run at once, with other rows each."""
+The same command again goes on where it stopped; several may run at once, with rows
+that do not begin from those of another process."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from vqjax import tables
 from vqjax.convert import part_of, with_part
 from vqjax.heads import PackedHead
 from vqjax.lab.config import Experiment
-from vqjax.lab.starting_points import Distilled
+from vqjax.lab.starting_points import Distilled, student_of
 from vqjax.lab.study import Derived
 from vqjax.lab.study.compressed import held_out_scores, moments_of
 from vqjax.lab.training import read_run_variables
@@ -96,7 +96,7 @@ class _SixteenthOfBytes(Derived):
     model = text.experiment.model
     variables, _ = read_run_variables(folder)
     if isinstance(model, Distilled):
-      model, variables = model.student, part_of(variables, "student")
+      model, variables = model.student, student_of(variables)
     tied = model.head.embedding
     whole = model.head.size().state_bytes + (0 if tied is None else tied.size().state_bytes)
     moments = moments_of(model, variables, text)

@@ -39,8 +39,8 @@ class Manuals(Source):
 
   Attributes:
     most: words of a family, after which no further page is read.
-    checksum: fingerprint of the pages, which differ between machines. It is part of a run's
-      identity, so that results of different pages are never in one table.
+    checksum: fingerprint of the pages, which differ between machines and are refused where it is
+      another. Each result has that of its pages.
   """
 
   most: int = 300

@@ -9,6 +9,7 @@ import pytest
 from tests import tiny
 from vqjax import DenseHead
 from vqjax.lab.config import FROM_TOKENIZER, config_hash
+from vqjax.lab.run_files import read_result
 from vqjax.lab.study import jobs, tuning, work
 from vqjax.lab.training import NotFiniteError
 from vqjax.lm import records
@@ -75,7 +76,8 @@ def fitted(tmp_path, monkeypatch):
 
   def fit(run, folder, test=True, source=None):
     folder = pathlib.Path(folder)
-    if (folder / "result.json").exists():
+    kept = read_result(folder)
+    if kept and kept["status"] == "finished":
       return
     made.runs.append((run.name, run.seed, run.train.steps, test))
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,15 @@ def test_a_lambda_makes_a_value_of_the_base_with_its_seed(base):
   assert study.experiment("codebook", seed=3).model.head == CodebookHead(0, 16, 8)
 
 
+def test_a_lambda_may_have_defaults_and_the_runs_of_other_rows(base):
+  heads = {f"k{k}": {"model.head": lambda base, k=k: CodebookHead(0, 16, k)} for k in (4, 8)}
+  begun = {"train.steps": lambda base, run: 2 * run("k4").experiment.train.steps}
+  study = Study(base, {**heads, "longer": begun})
+  assert study.experiment("k4").model.head.codes == 4
+  assert study.experiment("longer", scale=Fraction(1, 2)).train.steps == base.train.steps
+  assert study.begins_from("longer") == ("k4",)
+
+
 def test_an_object_that_two_fields_share_stays_one(base):
   table = DenseEmbedding(0, 16)
   tied = {"model.embedding": table, "model.head": DenseHead(0, 16, embedding=table)}

@@ -10,6 +10,7 @@ import pytest
 from tests import tiny
 from vqjax.commands.study import main
 from vqjax.lab.study import launchers
+from vqjax.lab.study.tuning import ROUNDS
 
 FOLDER = pathlib.Path("runs/study")
 
@@ -49,6 +50,40 @@ def test_what_other_processes_make_is_on_the_page_and_each_trial_is_one(fitted, 
   assert sum(not test for *_, test in fitted.runs) == len(first + second)
   assert [*losses()] == runs
   assert "dense" in (FOLDER / "study.md").read_text()
+
+
+def test_trials_wait_for_the_run_that_their_row_begins_from_and_none_is_repeated(
+  fitted, monkeypatch
+):
+  file, end, calls = pathlib.Path("study.py"), "    },\n    tune", []
+  taught = '"taught": {"init_from": lambda base, run: FromRun(run("dense").folder)},'
+  text = file.read_text().replace(end, f"      {taught}\n{end}")
+  text = text.replace(
+    "import Row, Study", "import Row, Study\nfrom vqjax.lab.training import FromRun"
+  )
+  file.write_text(text.replace("(1e-3, 2e-3, 4e-3)", "(1e-3, 2e-3, 4.0)"))
+  # One rate diverges.
+  fitted.nats = lambda run: None if run.train.learning_rate > 1 else 3.0
+  assert main(["study.py", "--only", "dense/tuning"]) == 0
+
+  def trials_first(work, jobs):
+    calls.append(jobs)
+    for job in sorted(jobs, key=lambda job: "tuning" not in job.name):
+      launchers.RemoteJob.of(work, job)()
+
+  monkeypatch.setitem(launchers.LAUNCHERS, "ray", trials_first)
+  ran = len(fitted.runs)
+  asked = ["study.py", "--only", "taught/tuning", "--launcher", "ray"]
+  assert main(asked) == 0
+  trials = [job for job in calls[-1] if "taught/tuning-" in job.name]
+  assert len(trials) == 5
+  assert all("dense/run" in job.needs for job in trials)
+  # The run that they begin from came after them, so that they did nothing.
+  assert [name for name, *_ in fitted.runs[ran:]] == ["dense"]
+  assert main(asked) == 0
+  # Two rounds, and one value beyond the edge: a candidate that diverged is not tried again.
+  steps = [steps for _, _, steps, _ in fitted.runs[ran + 1 :]]
+  assert steps == [40 // ROUNDS[0]] * 3 + [40 // ROUNDS[1]] * 3
 
 
 @pytest.mark.parametrize(("name", "module"), [("ray", "ray"), ("slurm", "submitit")])

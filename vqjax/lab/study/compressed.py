@@ -18,6 +18,7 @@ from vqjax.embeddings import DenseEmbedding
 from vqjax.heads import DenseHead
 from vqjax.lab.config import Experiment
 from vqjax.lab.config.identity import describe
+from vqjax.lab.starting_points import Distilled, student_of
 from vqjax.lab.training import evaluate, make_scorer, read_run_variables
 from vqjax.lab.training.run_folder import EncodedText, load_text
 from vqjax.lab.training.step import carried
@@ -69,7 +70,7 @@ class Derived(abc.ABC):
 class Compressed(Derived):
   """A row whose models are the trained ones of another row, their table compressed.
 
-  The head of the other row is a `DenseHead`, tied or not.
+  The head of the other row is a `DenseHead`, tied or not; of a distilled row that of the student.
 
   Attributes:
     of: name of the other row.
@@ -99,7 +100,10 @@ class Compressed(Derived):
     """Scores and bytes of a trained model with a compressed table."""
     text = load_text(experiment)
     variables, _ = read_run_variables(folder)
-    model, variables = _with_floats(text.experiment.model, variables)
+    model = text.experiment.model
+    if isinstance(model, Distilled):
+      model, variables = model.student, student_of(variables)
+    model, variables = _with_floats(model, variables)
     head: DenseHead = model.head
     owner = "head" if head.embedding is None else "embedding"
     params = part_of(variables, owner)["params"]

@@ -3,6 +3,7 @@
 import ast
 import copy
 import dataclasses
+import functools
 import inspect
 import pathlib
 import re
@@ -138,6 +139,11 @@ class Study:
       raise FieldError(
         f"`seeds` must be in [1, {TUNING_SEED}]; got {shown(self.seeds)}. 3 is usual.", "seeds"
       )
+    if type(self.extensions) is not int or self.extensions < 0:
+      raise FieldError(
+        f"`extensions` must be an integer of at least 0; got {shown(self.extensions)}. 2 is usual.",
+        "extensions",
+      )
     if not 0 <= self.margin < 1:
       raise FieldError(
         f"`margin` must be in [0, 1); got {shown(self.margin)}. 0.01 is one per cent.", "margin"
@@ -161,7 +167,7 @@ class Study:
       try:
         row.check(self.experiment(row.of))
       except ValueError as error:
-        raise FieldError(f"row {name}: {error}", "method", name) from error
+        raise FieldError(f"row {name}: {error}", name) from error
       return
     names = list(self.rows)
     tuned = [each for each in names[: names.index(name)] if each in self.trained]
@@ -172,7 +178,12 @@ class Study:
         f" There are {', '.join(tuned) or 'none'}.",
         name,
       )
-    if row.seeds is not None and not 1 <= row.seeds <= self.seeds:
+    if row.tuned_as and self.rows[name].tune is not None:
+      raise FieldError(
+        f"`tune` must be None in a row with `tuned_as`; got both in row {name}. Leave out one.",
+        name,
+      )
+    if row.seeds is not None and (type(row.seeds) is not int or not 1 <= row.seeds <= self.seeds):
       raise FieldError(
         f"`seeds` must be in [1, {self.seeds}], the study's; got {row.seeds} in row {name}. Raise"
         " those of the study, or lower these.",
@@ -274,6 +285,7 @@ class Study:
     names = list(self.rows)
     before = [row for row in names[: names.index(name)] if row in self.trained]
 
+    @functools.cache
     def run(row: str) -> Run:
       if row not in before:
         raise ValueError(
@@ -289,7 +301,9 @@ def _made(value: Any, base: Experiment, runs: Runs) -> Any:
   """The value of a field; a lambda, which no field may hold, makes it of the base and of runs."""
   if not inspect.isfunction(value) or value.__name__ != "<lambda>":
     return value
-  return value(*(base, runs)[: len(inspect.signature(value).parameters)])
+  parameters = inspect.signature(value).parameters.values()
+  asked = sum(parameter.default is parameter.empty for parameter in parameters)
+  return value(*(base, runs)[:asked])
 
 
 def load_study(path: str | pathlib.Path) -> Study:

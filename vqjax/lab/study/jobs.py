@@ -139,12 +139,14 @@ def check_same(made: dict[str, Any], kept: dict[str, Any] | None) -> None:
   Raises:
     ValueError: their losses differ.
   """
-  found, known = (None if one is None else one["result"]["test"] for one in (made, kept))
-  if known is not None and found["nats_per_token"] != known["nats_per_token"]:
+  if kept is None:
+    return
+  found, known = (one["result"].get("test") for one in (made, kept))
+  found, known = (test and test["nats_per_token"] for test in (found, known))
+  if found != known:
     raise ValueError(
-      f"The run in the folder must be the kept one of {kept['name']}; got {found['nats_per_token']}"
-      f" and {known['nats_per_token']} nats. Remove its line from results.jsonl, and those of what"
-      " was made of it, and run them again."
+      f"The run in the folder must be the kept one of {kept['name']}; got {found} and {known} nats."
+      " Remove its line from results.jsonl, and those of what was made of it, and run them again."
     )
 
 
@@ -225,14 +227,21 @@ class JobList:
 
   def do(self, job: StudyJob) -> None:
     """Make and keep a missing result, unless a job that it needs has no model."""
-    if self.is_done(job):
+    if self.is_done(job) or self.lacks(job):
       return
-    kept = self.results.read()
-    for name in job.needs:
-      if name not in kept or kept[name]["result"]["status"] != "finished":
-        print(f"{job.name} is skipped: it starts from {name}, which has no model", file=sys.stderr)
-        return
     self.results.keep({"name": job.name, **job.make()})
+
+  def lacks(self, job: StudyJob) -> bool:
+    """Whether a job that it needs has no current model, which is said."""
+    kept, jobs = self.results.read(), {each.name: each for each in self.jobs}
+    for name in job.needs:
+      # What is not among the jobs keeps no result.
+      if name not in jobs:
+        continue
+      if not self.is_done(jobs[name]) or kept[name]["result"]["status"] != "finished":
+        print(f"{job.name} is skipped: it starts from {name}, which has no model", file=sys.stderr)
+        return True
+    return False
 
   def current(self) -> dict[str, dict[str, Any]]:
     """The results without those of another configuration, whose names go to stderr."""

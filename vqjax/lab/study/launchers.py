@@ -53,7 +53,10 @@ class RemoteJob:
       if job.name == self.name:
         return jobs.do(job)
     # A trial, of which nothing is kept but its run.
-    next(job for job in work.in_parts(jobs.jobs) if job.name == self.name).make()
+    tuning = [job for job in jobs.jobs if self.name.startswith(f"{job.name}-")]
+    trial = next(job for job in work.in_parts(tuning) if job.name == self.name)
+    if not jobs.lacks(trial):
+      trial.make()
 
   @staticmethod
   def of(work: Work, job: StudyJob) -> "RemoteJob":

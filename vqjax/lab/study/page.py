@@ -196,7 +196,9 @@ def missing(study: Study, results: Results) -> list[str]:
     kept, count = results_by_seed(results, f"{name}/run"), study.seeds_of(name)
     absent = [str(seed) for seed in range(count) if seed not in kept]
     if absent:
-      tuning = results.get(f"{name}/tuning")
+      row = study.row(name)
+      owner = row.of if isinstance(row, Derived) else name
+      tuning = results.get(f"{study.row(owner).tuned_as or owner}/tuning")
       why = (
         " because its tuning failed" if tuning and tuning["result"]["status"] == "failed" else ""
       )

@@ -226,12 +226,13 @@ class Tuning:
     """Train a candidate for a part of the steps, unless it has a result; return what is kept."""
     experiment = with_fields(shortened(self.experiment, part), fields)
     run = self.folder / config_hash(experiment)
-    try:
-      fit(experiment, run, test=False)
-    except NotFiniteError as error:
-      print(f"{run.name} diverged: {error}", file=sys.stderr)
+    # A tuning that was stopped repeats no trial that has ended, nor do others beside it.
+    if read_result(run) is None:
+      try:
+        fit(experiment, run, test=False)
+      except NotFiniteError as error:
+        print(f"{run.name} diverged: {error}", file=sys.stderr)
     result = read_result(run)
-    # The result stays: a tuning that was stopped does not repeat its trials.
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
     valid = result["valid"]["nats_per_token"] if result["status"] == "finished" else None
     seconds = result.get("train", {}).get("seconds") or 0.0

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from vqjax.lab.config import Experiment, config_hash, with_fields
+from vqjax.lab.run_files import read_result
 from vqjax.lab.study.costs import measure_costs, run_seconds, tuning_seconds
 from vqjax.lab.study.declaration import TUNING_SEED, Run, Runs, Study
 from vqjax.lab.study.jobs import (
@@ -77,7 +78,7 @@ class Work:
       tuning = self._tuning(name) if kind == "tuning" else None
       if tuning is not None:
         trials = tuning.trials()
-        parts += trials
+        parts += [dataclasses.replace(trial, needs=(*job.needs, *trial.needs)) for trial in trials]
         job = dataclasses.replace(job, needs=(*job.needs, *(trial.name for trial in trials)))
       parts.append(job)
     return parts
@@ -105,35 +106,61 @@ class Work:
     now = lambda: self._tuning(name)
     identity = lambda: "" if now() is None else now().job().identity()
     needs = tuple(self._name(row, 0) for row in self.study.begins_from(name))
-    return StudyJob(f"{name}/tuning", "tuning", identity, lambda: now().job().make(), needs)
+
+    def make() -> dict[str, Any]:
+      self._restore(name, 0)
+      return now().job().make()
+
+    return StudyJob(f"{name}/tuning", "tuning", identity, make, needs)
+
+  def _restore(self, name: str, seed: int) -> None:
+    """Train the runs that a row begins from again where their folders are gone."""
+    for row in self.study.begins_from(name):
+      self._model_of(row, seed)
+
+  def _model_of(self, name: str, seed: int) -> pathlib.Path:
+    """The folder of a kept run, which is trained again where it is gone."""
+    folder, job = self._folder(name, seed), self._run(name, seed)
+    result = read_result(folder)
+    is_there = result is not None and result["status"] == "finished"
+    made = {"result": result} if is_there else job.make()
+    check_same(made, self.results.read().get(job.name))
+    return folder
 
   def _chosen(self, name: str) -> Mapping[str, Any] | None:
     """What the tuning of a row chose; None before it has a result."""
     owner = self.study.row(name).tuned_as or name
     kept, tuning = self.results.read().get(f"{owner}/tuning"), self._tuning(owner)
-    if kept is None or tuning is None or kept["result"]["config_hash"] != tuning.job().identity():
+    if kept is None or tuning is None or kept["result"]["status"] != "finished":
+      return None
+    if kept["result"]["config_hash"] != tuning.job().identity():
       return None
     return kept["chosen"]
 
-  def _experiment(self, name: str, seed: int, in_folders: bool = False) -> Experiment | None:
+  def _experiment(
+    self, name: str, seed: int, in_folders: bool = False, scale: Fraction | None = None
+  ) -> Experiment | None:
     """The experiment of a run; None before all tunings that it depends on.
 
     Args:
       name: the row.
       seed: number of the seed.
       in_folders: it begins from the folders of other runs; otherwise from their identities, of
-        which its own is made: the folder of a study may move.
+        which its own is made: results are those of a study wherever its folder is.
+      scale: how often the steps of the base are trained; None: as often as the study's are.
     """
     chosen, sources = self._chosen(name), self._sources(name, seed, in_folders)
     if chosen is None or sources is None:
       return None
-    return with_fields(self.study.experiment(name, seed, self.scale, sources), chosen)
+    scale = self.scale if scale is None else scale
+    return with_fields(self.study.experiment(name, seed, scale, sources), chosen)
 
   def _sources(self, name: str, seed: int, in_folders: bool = False) -> Runs | None:
     """The runs that a row begins from; None before all of their tunings."""
     found = {}
     for row in self.study.begins_from(name):
-      experiment = self._experiment(row, seed, in_folders)
+      # What is made of its steps is stretched later.
+      experiment = self._experiment(row, seed, in_folders, Fraction(1))
       if experiment is None:
         return None
       folder = str(self._folder(row, seed)) if in_folders else self._identity(row, seed)
@@ -154,6 +181,7 @@ class Work:
       return {"code": code_of(self.file), **further}
 
     def make() -> dict[str, Any]:
+      self._restore(name, seed)
       experiment, folder = self._experiment(name, seed, in_folders=True), self._folder(name, seed)
       source = {"study": str(self.file.resolve()), "seed": seed, "scale": str(self.scale)}
       source |= {"row": name, "runs": self._lineage(name, seed)}
@@ -176,10 +204,9 @@ class Work:
     source = self._run(row.of, seed)
 
     def measure() -> dict[str, Any]:
-      # A run whose folder is gone is trained again.
-      check_same(source.make(), self.results.read().get(source.name))
+      folder = self._model_of(row.of, seed)
       experiment = self._experiment(row.of, seed, in_folders=True)
-      return {**row.measure(experiment, self._folder(row.of, seed)), "code": code_of(self.file)}
+      return {**row.measure(experiment, folder), "code": code_of(self.file)}
 
     label = f"of {row.of}, seed {seed}"
     return derived(self._name(name, seed), label, source, row.settings(), measure)
