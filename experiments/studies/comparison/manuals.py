@@ -24,6 +24,9 @@ from vqjax.lab.data.source import SPLITS
 from vqjax.lab.study import Study
 from vqjax.lab.training.run_folder import load_text
 
+CHECKSUM = "0b87c0502e64702b1b82fa3624f007b4"
+"""The pages of the kept results."""
+
 PAGES = pathlib.Path("/usr/share/man")
 PARTS = {"test": (0, 1), "valid": (2, 3)}
 """Split -> twentieths of the families of pages; training has the others."""
@@ -38,19 +41,19 @@ class Manuals(Source):
   others. Numbers are N, and there is no punctuation.
 
   Attributes:
+    checksum: fingerprint of the pages, which differ between machines. It is part of a run's
+      identity, so that results of different pages are never in one table.
     most: words of a family, after which no further page is read.
-    checksum: fingerprint of the pages, which differ between machines and are refused where it is
-      another. Each result has that of its pages.
   """
 
+  checksum: str
   most: int = 300
-  checksum: str = "0b87c0502e64702b1b82fa3624f007b4"
 
   def _documents(self, split: str) -> Iterator[str]:
     if self.fingerprint() != self.checksum:
       raise ValueError(
         f"`checksum` must be that of the pages in {PAGES}, {self.fingerprint()}; got"
-        f" {self.checksum}. Set it, and run every row of these pages anew."
+        f" {self.checksum}. Set CHECKSUM, and run every row of these pages anew."
       )
     yield from _sentences(self.most)[split]
 
@@ -127,7 +130,9 @@ def study() -> Study:
   headline = "tied-contexts", "tied-contexts-file", "tied-contexts-memory", "tied"
   further = "dense-contexts", "dense", "sampled", "codebook", "product", "product-random"
   base = dataclasses.replace(
-    ptb.base(steps=1_914), data=Manuals(), tokenizer=WordTokenizer(vocab=10_000, split=False)
+    ptb.base(steps=1_914),
+    data=Manuals(CHECKSUM),
+    tokenizer=WordTokenizer(vocab=10_000, split=False),
   )
   return Study(
     base=base,
