@@ -11,7 +11,7 @@ from experiments.bench import measure
 from experiments.bench.measure import Call, compare
 from experiments.bench.training_step import TrainingStep
 from experiments.studies.comparison.compressed import GROUPS, InMemory
-from experiments.studies.comparison.page import deployed, head_of, is_tied, work_of
+from experiments.studies.comparison.page import AT_RANDOM, deployed, head_of, is_tied, work_of
 from vqjax import Head, heads
 from vqjax.lab.config import with_vocab
 from vqjax.lab.report import units
@@ -23,7 +23,7 @@ VOCAB = {"ptb": 10_000, "stories": 50_257}
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
-  """Time the rows of each setting beside its reference."""
+  """Time the rows of each study beside its untied full softmax."""
   figures: dict[str, Any] = {}
   for name, vocab in VOCAB.items():
     figures[name] = _study(name, vocab, *((3, 1) if quick else (None, ROUNDS)))
@@ -37,7 +37,7 @@ def _study(of: str, vocab: int, most: int | None, rounds: int) -> dict[str, Any]
   the median of the rows that sample as the untied full softmax does.
   """
   study = work_of(of).study
-  reference, every = "dense", [*study.rows][:most]
+  reference, every = AT_RANDOM, [*study.rows][:most]
   decoding = compare({name: _sample(study, name, vocab) for name in every}, rounds)
   same = [name for name in every if _deployed(study, name) == _deployed(study, reference)]
   of_reference = statistics.median(decoding[name].seconds for name in same)

@@ -105,7 +105,7 @@ def _fit(options: argparse.Namespace) -> None:
   text = read_text(data_path(str(options.fit), kind="--fit"))
   given = {name: getattr(options, name) for name in FITTING if getattr(options, name) is not None}
   job = LensJob(data_path(options.model, kind="model"), text, options.out, **given)
-  found = fit_lens(job, _loaded(options), say)
+  found = fit_lens(job, chosen_model(options), say)
   if options.json:
     print(json.dumps(found, indent=2))
     return
@@ -124,12 +124,8 @@ def _fit(options: argparse.Namespace) -> None:
   print(f"lens: {one_line(options.out)}")
 
 
-def _loaded(options):
-  return chosen_model(options)
-
-
 def _show(options: argparse.Namespace) -> None:
-  model, variables, tokenizer = _loaded(options)
+  model, variables, tokenizer = chosen_model(options)
   tokens = list(tokenizer.encode(options.prompt))
   if not 1 <= len(tokens) <= model.context:
     raise ValueError(

@@ -181,7 +181,7 @@ def _print_plan(work: Work, chosen: list[StudyJob], seconds: dict[str, float]) -
   if more := sum(work.seconds(job, extended=True) for job in left) - sum(seconds.values()):
     together += f", and up to {_duration(more)} for values beyond the edges of grids"
   if {job.partition("/")[0] for job in seconds} - {*work.study.trained}:
-    together += "; compressions are not counted"
+    together += "; what is derived from runs is not counted"
   print(together, flush=True)
 
 

@@ -89,7 +89,6 @@ def comparison_table(study: Study, results: Results, costs: Mapping[str, Any]) -
     costs: figures of the benchmark "compared" for it; {} without.
   """
   first = next(iter(finished_results(results, f"{study.reference}/run").values()), None)
-  at_random = Study(study.base, study.rows, study.tune, study.seeds, AT_RANDOM)
   shown = []
   for name, runs in _ranked(study, results):
     row, one, found = study.row(name), next(iter(runs.values())), difference(study, results, name)
@@ -109,12 +108,10 @@ def comparison_table(study: Study, results: Results, costs: Mapping[str, Any]) -
     own = costs.get(name, {})
     for title, time in (("training", "step"), ("sample", "sample")):
       line[title] = units.ratio(own[time]) if own.get(time) else None
-    source = isinstance(row, Derived) and Study(
-      study.base, study.rows, study.tune, study.seeds, row.of
-    )
-    line["% from its source"] = str(difference(source, results, name)) if source else None
-    if study.reference != AT_RANDOM and name != AT_RANDOM:
-      of_random = difference(at_random, results, name)
+    of_source = isinstance(row, Derived) and difference(study, results, name, row.of)
+    line["% from its source"] = str(of_source) if of_source else None
+    if study.reference != AT_RANDOM:
+      of_random = difference(study, results, name, AT_RANDOM)
       line["% from the full softmax at random"] = of_random and str(of_random)
     line["on"] = ", ".join(sorted({_processor(run["device"]) for run in runs.values()}))
     shown.append(line)

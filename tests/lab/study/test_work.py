@@ -209,6 +209,14 @@ def test_further_measurements_are_kept_with_each_finished_run(fitted):
   assert [row.get("steps of") for row in kept if "/run" in row["name"]] == ["dense"] * 3
 
 
+def test_a_measurement_with_the_name_of_a_part_of_results_is_refused(fitted, capsys):
+  file = pathlib.Path("study.py")
+  measure = "seeds=3,\n    measure=lambda run, folder: {'result': run.name},"
+  file.write_text(file.read_text().replace("seeds=3,", measure))
+  assert main(["study.py", "--only", "dense"]) == 2
+  assert "`measure` must return names of its own; got result" in capsys.readouterr().err
+
+
 def test_one_seed_has_no_verdict(fitted):
   assert main(["study.py", "--only", "dense/run,codebook/run"]) == 0
   assert lines()["codebook"]["verdict"] == "undecided"

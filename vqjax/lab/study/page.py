@@ -35,21 +35,30 @@ __all__ = ["difference", "numbers", "shown_table", "write_pages"]
 CAPTION = "Bytes of the vocabulary layer against the loss on the test split. Lower left is better."
 
 
-def difference(study: Study, results: Results, name: str) -> Interval | None:
-  """The difference of a row's test perplexity from the reference, paired by seed.
+def difference(
+  study: Study, results: Results, name: str, reference: str | None = None
+) -> Interval | None:
+  """The difference of a row's test perplexity from another row's, paired by seed.
 
   A row of one run shares only the number of its seed with another training: its difference is that
-  from the mean of the reference's seeds, unless it is derived from the reference.
+  from the mean of the other row's seeds, unless it is derived from that row.
+
+  Args:
+    study: the study.
+    results: its results.
+    name: the row.
+    reference: the other row; None: that of the study.
   """
+  reference = reference or study.reference
   nats = lambda row: {
     seed: run["test"]["nats_per_token"]
     for seed, run in finished_results(results, f"{row}/run").items()
   }
-  own, other = nats(name), nats(study.reference)
-  if name == study.reference or not other:
+  own, other = nats(name), nats(reference)
+  if name == reference or not other:
     return None
   row = study.row(name)
-  if len(own) == 1 and not (isinstance(row, Derived) and row.of == study.reference):
+  if len(own) == 1 and not (isinstance(row, Derived) and row.of == reference):
     (nats_of_one,) = own.values()
     return Interval.of([nats_of_one - statistics.fmean(other.values())])
   return paired(own, other)

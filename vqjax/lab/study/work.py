@@ -178,6 +178,10 @@ class Work:
 
     def beside(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
       further = {} if self.study.measure is None else self.study.measure(experiment, folder)
+      if taken := sorted(further.keys() & {"code", "name", "result", "scale"}):
+        raise ValueError(
+          f"`measure` must return names of its own; got {taken[0]}, which a result has. Rename it."
+        )
       return {"code": code_of(self.file), **further}
 
     def make() -> dict[str, Any]:
