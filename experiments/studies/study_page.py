@@ -21,13 +21,21 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from vqjax.lab import report
+from vqjax.lab.study import load_study
 from vqjax.lab.study.seeds import Results, failures, origins
+from vqjax.lab.study.work import Work
 from vqjax.outputs import write_text
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 """The folder of the pages and of their images."""
 
 _BLOCK = re.compile(r"<!-- generated: ([\w-]+) -->\n(.*?)<!-- end: \1 -->\n", re.DOTALL)
+
+
+def work_of(name: str) -> Work:
+  """A study "comparison/ptb" of `vqjax study`, with the folder of its kept results beside it."""
+  file = pathlib.Path(__file__).parent / f"{name}.py"
+  return Work(load_study(file), file.with_suffix(""), file)
 
 
 def update_page(page: pathlib.Path, blocks: Mapping[str, str]) -> bool:

@@ -19,7 +19,6 @@ from experiments import (
 )
 from experiments.bench import speculation_report
 from experiments.studies import study_page
-from experiments.studies.comparison import page as comparison
 from experiments.studies.study_page import DOCS
 
 
@@ -88,8 +87,8 @@ def test_rendering_reproduces_the_page_of_a_study_and_again_changes_nothing(name
     shutil.copy(DOCS / "results" / file, tmp_path / "results")
 
   def render():
-    if name == "comparison":
-      comparison.update(tmp_path)
+    if name in ("comparison", "vq_logits"):
+      of(".page").update(tmp_path)
     else:
       of(".report").update(of(".run").STUDY.read("cpu"), tmp_path)
     return {path.name: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}

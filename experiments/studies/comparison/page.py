@@ -19,10 +19,9 @@ from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
 from vqjax.lab.report.plots import byte_axis, label_points
 from vqjax.lab.starting_points import Distilled
-from vqjax.lab.study import Derived, Study, load_study
+from vqjax.lab.study import Derived, Study
 from vqjax.lab.study.page import difference
 from vqjax.lab.study.seeds import Results, Spread, finished_results
-from vqjax.lab.study.work import Work
 from vqjax.lm.pages import SERIES, blank
 
 NAMES = "ptb", "manuals", "stories"
@@ -33,12 +32,6 @@ OFF_PAGE = "tied-memory", "dense-contexts-memory", "tied-distilled-memory"
 
 AT_RANDOM = "dense"
 """The row of the untied full softmax that begins at random."""
-
-
-def work_of(name: str) -> Work:
-  """A study with the folder of its kept results."""
-  file = pathlib.Path(__file__).with_name(f"{name}.py")
-  return Work(load_study(file), file.with_suffix(""), file)
 
 
 def head_of(study: Study, name: str) -> Head:
@@ -190,7 +183,7 @@ def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks, figures and CSV files of the page; return their paths."""
   blocks, figures, whole, tuned, took, every = {}, {}, {}, [], [], {}
   for name in NAMES:
-    work = work_of(name)
+    work = study_page.work_of(f"comparison/{name}")
     study, results = work.study, work.job_list().current()
     every |= {f"{name}/{job}": kept for job, kept in results.items()}
     costs = (study_page.bench(docs, "compared") or {}).get(name, {})

@@ -6,7 +6,9 @@ import json
 import pytest
 
 from experiments.studies import study_page
+from experiments.studies.comparison import page as comparison
 from experiments.studies.study import PaperStudy
+from experiments.studies.vq_logits import page as vq_logits
 from experiments.studies.words import single_tokens
 from tests.fakes import FewWords
 from vqjax.lab.study.jobs import StudyJob
@@ -104,7 +106,7 @@ def study_of(name):
   return importlib.import_module(f"experiments.studies.{name}.run").STUDY
 
 
-STUDIES = ["dpq", "grouped", "vq_logits"]
+STUDIES = ["dpq", "grouped"]
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -124,6 +126,16 @@ def test_every_kept_result_is_of_the_configuration_that_the_code_has(name):
   identities = {job.name: job.identity() for job in study.jobs("cpu")}
   kept = {name: row["result"]["config_hash"] for name, row in study.read("cpu").items()}
   assert {name: identities.get(name) for name in kept} == kept
+
+
+DECLARED = [f"comparison/{name}" for name in comparison.NAMES]
+DECLARED += [f"vq_logits/{name}" for name in vq_logits.MAIN]
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_every_kept_result_is_of_the_configuration_that_its_study_has(name):
+  jobs = study_page.work_of(name).job_list()
+  assert jobs.current() == jobs.results.read() != {}
 
 
 PAGE = """# Title

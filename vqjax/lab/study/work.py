@@ -30,8 +30,8 @@ __all__ = ["Work"]
 class Work:
   """A study in its folder.
 
-  The jobs of a row are ROW/costs, ROW/tuning, ROW/run for the first seed and ROW/run-s1 and so on
-  for the others.
+  The jobs of a row are ROW/costs, ROW/tuning where there is something to choose, ROW/run for the
+  first seed and ROW/run-s1 and so on for the others.
 
   Attributes:
     study: the study.
@@ -57,7 +57,7 @@ class Work:
     derived = [name for name in study.rows if name not in trained]
     jobs = [*map(self._costs, trained)]
     for name in trained:
-      jobs += [] if study.row(name).tuned_as else [self._tuning_job(name)]
+      jobs += [] if study.row(name).tuned_as or not self._tuned(name) else [self._tuning_job(name)]
       jobs.append(self._run(name, 0))
     jobs += [self._derived(name, 0) for name in derived]
     for seed in range(1, study.seeds):
@@ -90,6 +90,10 @@ class Work:
     identity = lambda: values_identity(["costs", config_hash(experiment)])
     make = lambda: {"result": origin(identity()), "costs": measure_costs(experiment)}
     return StudyJob(f"{name}/costs", "time of a step", identity, make)
+
+  def _tuned(self, name: str) -> bool:
+    """Whether there is something to choose for a row: one candidate needs no tuning."""
+    return len(self.study.space(name).candidates()) > 1
 
   def _tuning(self, name: str) -> Tuning | None:
     """The tuning of a row; None before the rows that it begins from are tuned."""
@@ -130,6 +134,8 @@ class Work:
   def _chosen(self, name: str) -> Mapping[str, Any] | None:
     """What the tuning of a row chose; None before it has a result."""
     owner = self.study.row(name).tuned_as or name
+    if not self._tuned(name):
+      return self.study.space(name).candidates()[0]
     kept, tuning = self.results.read().get(f"{owner}/tuning"), self._tuning(owner)
     if kept is None or tuning is None or kept["result"]["status"] != "finished":
       return None
@@ -173,7 +179,8 @@ class Work:
 
   def _run(self, name: str, seed: int) -> StudyJob:
     needs = [self._name(row, seed) for row in self.study.begins_from(name)]
-    needs.append(f"{self.study.row(name).tuned_as or name}/tuning")
+    if self._tuned(name):
+      needs.append(f"{self.study.row(name).tuned_as or name}/tuning")
     identity = lambda: self._identity(name, seed)
 
     def beside(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
