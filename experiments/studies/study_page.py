@@ -21,7 +21,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from vqjax.lab import report
-from vqjax.lab.study import load_study
+from vqjax.lab.study import Study, load_study
 from vqjax.lab.study.seeds import Results, failures, origins
 from vqjax.lab.study.work import Work
 from vqjax.outputs import write_text
@@ -36,6 +36,19 @@ def work_of(name: str) -> Work:
   """A study "comparison/ptb" of `vqjax study`, with the folder of its kept results beside it."""
   file = pathlib.Path(__file__).parent / f"{name}.py"
   return Work(load_study(file), file.with_suffix(""), file)
+
+
+def kept_studies(folder: str, names: Iterable[str]) -> dict[str, tuple[Study, Results]]:
+  """Studies in a folder and their results, without those of another configuration."""
+  works = {name: work_of(f"{folder}/{name}") for name in names}
+  return {name: (work.study, work.job_list().current()) for name, work in works.items()}
+
+
+def joined(kept: Mapping[str, tuple[Study, Results]]) -> dict[str, Any]:
+  """The results of several studies by "STUDY/JOB"."""
+  return {
+    f"{name}/{job}": one for name, (_, results) in kept.items() for job, one in results.items()
+  }
 
 
 def update_page(page: pathlib.Path, blocks: Mapping[str, str]) -> bool:

@@ -87,10 +87,10 @@ def test_rendering_reproduces_the_page_of_a_study_and_again_changes_nothing(name
     shutil.copy(DOCS / "results" / file, tmp_path / "results")
 
   def render():
-    if name in ("comparison", "vq_logits"):
-      of(".page").update(tmp_path)
-    else:
+    if name == "dpq":
       of(".report").update(of(".run").STUDY.read("cpu"), tmp_path)
+    else:
+      of(".page").update(tmp_path)
     return {path.name: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
 
   first = render()

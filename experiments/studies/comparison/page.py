@@ -181,11 +181,9 @@ def compared_bytes_figure(study: Study, results: Results) -> Figure | None:
 
 def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks, figures and CSV files of the page; return their paths."""
-  blocks, figures, whole, tuned, took, every = {}, {}, {}, [], [], {}
-  for name in NAMES:
-    work = study_page.work_of(f"comparison/{name}")
-    study, results = work.study, work.job_list().current()
-    every |= {f"{name}/{job}": kept for job, kept in results.items()}
+  blocks, figures, whole, tuned, took = {}, {}, {}, [], []
+  kept = study_page.kept_studies("comparison", NAMES)
+  for name, (study, results) in kept.items():
     costs = (study_page.bench(docs, "compared") or {}).get(name, {})
     table = comparison_table(study, results, costs)
     csv_only = "verdict", "row", "% from its source", "% from the full softmax at random", "on"
@@ -197,6 +195,7 @@ def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     tuned.append(tuning_sentence(name, study, results))
   blocks["tunings"] = "\n".join(filter(None, tuned))
   blocks["hours"] = "\n".join(took)
+  every = study_page.joined(kept)
   return study_page.publish_page(docs, "comparison", every, blocks, figures, whole)
 
 

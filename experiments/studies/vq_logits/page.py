@@ -235,12 +235,8 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
 
 def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks, figures and the CSV file of the page; return their paths."""
-  measured, every = {}, {}
-  for name in MAIN:
-    work = study_page.work_of(f"vq_logits/{name}")
-    results = work.job_list().current()
-    every |= {f"{name}/{job}": kept for job, kept in results.items()}
-    measured[name] = measurements(work.study, results)
+  kept = study_page.kept_studies("vq_logits", MAIN)
+  measured = {name: measurements(*one) for name, one in kept.items()}
   converted = conversions(measured["ptb"])
   speed = study_page.bench(docs, "codebook")
   frames = {
@@ -259,6 +255,7 @@ def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     "vq-codes.png": codes_figure(measured),
   }
   whole = {"vq_logits-conversions.csv": vq_logits_table(converted)}
+  every = study_page.joined(kept)
   return study_page.publish_page(docs, "vq_logits", every, blocks, figures, whole)
 
 
