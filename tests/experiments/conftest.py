@@ -32,10 +32,3 @@ def process(tmp_path, monkeypatch):
     return done.stdout
 
   return run
-
-
-@pytest.fixture
-def smoke(process):
-  """Runs jobs of a study at the smoke scale: (study, names) -> what it printed."""
-  run = lambda study: f"experiments.studies.{study}.run"
-  return lambda study, names: process(run(study), "--scale", "smoke", "--only", names)

@@ -4,6 +4,7 @@ python -m experiments.studies.comparison.page
 """
 
 import collections
+import functools
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +27,8 @@ from vqjax.lm.pages import SERIES, blank
 
 NAMES = "ptb", "manuals", "stories"
 """The studies."""
+
+works = functools.partial(study_page.works, "comparison", NAMES)
 
 OFF_PAGE = "tied-memory", "dense-contexts-memory", "tied-distilled-memory"
 """Compressed forms of other rows, which only the CSV file has."""
@@ -182,7 +185,7 @@ def compared_bytes_figure(study: Study, results: Results) -> Figure | None:
 def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks, figures and CSV files of the page; return their paths."""
   blocks, figures, whole, tuned, took = {}, {}, {}, [], []
-  kept = study_page.kept_studies("comparison", NAMES)
+  kept = study_page.current(works())
   for name, (study, results) in kept.items():
     costs = (study_page.bench(docs, "compared") or {}).get(name, {})
     table = comparison_table(study, results, costs)
@@ -195,8 +198,7 @@ def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     tuned.append(tuning_sentence(name, study, results))
   blocks["tunings"] = "\n".join(filter(None, tuned))
   blocks["hours"] = "\n".join(took)
-  every = study_page.joined(kept)
-  return study_page.publish_page(docs, "comparison", every, blocks, figures, whole)
+  return study_page.publish_page(docs, "comparison", kept, blocks, figures, whole)
 
 
 if __name__ == "__main__":

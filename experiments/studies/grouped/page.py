@@ -3,6 +3,7 @@
 python -m experiments.studies.grouped.page
 """
 
+import functools
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from vqjax.lm.pages import INK, SERIES
 
 NAMES = "language", "sizes", "pictures"
 """The studies."""
+
+works = functools.partial(study_page.works, "grouped", NAMES)
 
 PAPER = study_page.read_paper(pathlib.Path(__file__).with_name("paper.csv"))
 
@@ -125,9 +128,7 @@ MEMORY = {
 """What the bench compiles for groups of each size -> its label."""
 
 
-def tables(
-  kept: Mapping[str, tuple[Study, Results]], docs: pathlib.Path = DOCS
-) -> dict[str, pd.DataFrame]:
+def tables(kept: study_page.Kept, docs: pathlib.Path = DOCS) -> dict[str, pd.DataFrame]:
   """The tables by the names of their blocks."""
   loss, sizes = (study_page.bench(docs, f"grouped-{name}") for name in ("loss", "sizes"))
   tops = [one["top"] for one in kept["language"][1].values() if "top" in one]
@@ -152,7 +153,7 @@ def tables(
 
 def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks, the figures and CSV files of the page; return their paths."""
-  kept = study_page.kept_studies("grouped", NAMES)
+  kept = study_page.current(works())
   frames = tables(kept, docs)
   whole = {f"grouped-{name}.csv": frames[name] for name in ("groups", "memory", "speed")}
   for name, widths in SHOWN_WIDTHS.items():
@@ -170,8 +171,7 @@ def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
       _by_groups(*kept["sizes"]), study_page.bench(docs, "grouped-sizes")
     ),
   }
-  every = study_page.joined(kept)
-  return study_page.publish_page(docs, "grouped", every, blocks, figures, whole)
+  return study_page.publish_page(docs, "grouped", kept, blocks, figures, whole)
 
 
 def language_lines(study: Study, results: Results) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 python -m experiments.studies.vq_logits.page
 """
 
+import functools
 import math
 import pathlib
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from vqjax.lm.pages import INK, SERIES, blank
 
 MAIN = {"ptb": "Table 10", "wikitext": "Table 1", "web": "Table 9"}
 """Study -> the table that has all of its methods."""
+
+works = functools.partial(study_page.works, "vq_logits", MAIN)
 
 BASELINES = "dense", "full", "full-scratch", "adaptive", "low-rank"
 """Rows of such a table before its codebooks."""
@@ -235,7 +238,7 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
 
 def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks, figures and the CSV file of the page; return their paths."""
-  kept = study_page.kept_studies("vq_logits", MAIN)
+  kept = study_page.current(works())
   measured = {name: measurements(*one) for name, one in kept.items()}
   converted = conversions(measured["ptb"])
   speed = study_page.bench(docs, "codebook")
@@ -255,8 +258,7 @@ def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     "vq-codes.png": codes_figure(measured),
   }
   whole = {"vq_logits-conversions.csv": vq_logits_table(converted)}
-  every = study_page.joined(kept)
-  return study_page.publish_page(docs, "vq_logits", every, blocks, figures, whole)
+  return study_page.publish_page(docs, "vq_logits", kept, blocks, figures, whole)
 
 
 if __name__ == "__main__":

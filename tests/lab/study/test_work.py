@@ -125,6 +125,16 @@ def test_one_candidate_is_chosen_without_a_tuning(fitted, capsys):
   assert "dense/tuning" not in listed
 
 
+def test_a_file_may_have_several_studies(fitted):
+  file = pathlib.Path("study.py")
+  more = "\n\ndef short():\n  made = study()\n  return Study(made.base, {'dense': {}}, seeds=1)\n"
+  file.write_text(file.read_text() + more)
+  assert main(["study.py:short"]) == 0
+  assert [name for name, *_ in fitted.runs] == ["dense"]
+  assert "# Study study.py:short" in pathlib.Path("runs/study-short/study.md").read_text()
+  assert main(["study.py:long"]) == 2
+
+
 def test_an_edited_study_trains_what_has_changed(fitted):
   assert main(["study.py", "--only", "dense,codebook"]) == 0
   fitted.runs.clear()

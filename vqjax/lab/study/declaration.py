@@ -322,8 +322,8 @@ def _called(function: Callable[..., Any], base: Experiment, runs: Runs) -> Any:
   return function(*(base, runs)[:asked])
 
 
-def load_study(path: str | pathlib.Path) -> Study:
-  """Import a file and return what its `study()` returns.
+def load_study(path: str | pathlib.Path, function: str = "study") -> Study:
+  """Import a file and return what its function `study()` returns, or another one.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -331,7 +331,7 @@ def load_study(path: str | pathlib.Path) -> Study:
   """
   path = pathlib.Path(path)
   try:
-    return load_function(path, "study", Study)
+    return load_function(path, function, Study)
   except ValueError as error:
     cause = error.__cause__
     if not isinstance(cause, FieldError):

@@ -38,12 +38,19 @@ class Work:
     folder: the folder of its results, pages and runs.
     file: the file that declares it, whose commit is kept with each run.
     scale: how often the steps of the base are trained.
+    function: the function of the file that returns it.
   """
 
   study: Study
   folder: pathlib.Path
   file: pathlib.Path
   scale: Fraction = Fraction(1)
+  function: str = "study"
+
+  @property
+  def title(self) -> str:
+    """The file, and the function if it is not `study`."""
+    return self.file.name + (f":{self.function}" if self.function != "study" else "")
 
   @property
   def results(self) -> ResultsFile:
@@ -195,7 +202,7 @@ class Work:
       self._restore(name, seed)
       experiment, folder = self._experiment(name, seed, in_folders=True), self._folder(name, seed)
       source = {"study": str(self.file.resolve()), "seed": seed, "scale": str(self.scale)}
-      source |= {"row": name, "runs": self._lineage(name, seed)}
+      source |= {"function": self.function, "row": name, "runs": self._lineage(name, seed)}
       job = training_job(self._name(name, seed), "", experiment, folder, beside, source=source)
       made = job.make()
       return {**made, "result": made["result"] | {"config_hash": identity()}}

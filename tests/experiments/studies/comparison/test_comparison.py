@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import scipy.special
 
-from experiments.studies.comparison import manuals, ptb, stories
+from experiments.studies.comparison import manuals, page, ptb, stories
 from experiments.studies.comparison.compressed import InFile, InMemory, TrainedTable
 from experiments.studies.lstm import LSTM
-from experiments.studies.study_page import work_of
 from tests import jitted
 from vqjax import DenseEmbedding, DenseHead
 from vqjax.convert import part_of
@@ -16,7 +15,7 @@ from vqjax.tables import Moments
 
 
 def test_a_distilled_row_learns_from_the_teacher_of_its_seed():
-  jobs = {job.name: job for job in work_of("comparison/ptb").job_list().jobs}
+  jobs = {job.name: job for job in page.works()["ptb"].job_list().jobs}
   assert "dense-contexts/run-s2" in jobs["product-distilled/run-s2"].needs
   assert "dense-contexts/run" in jobs["product-distilled/tuning"].needs
   needs = {"tied-contexts/run-s1", "tied-contexts/tuning"}
@@ -73,7 +72,7 @@ def test_the_row_of_seen_tokens_has_a_code_for_each(real_data, monkeypatch):
 
 
 def test_the_learning_rate_of_manual_pages_is_what_most_tunings_of_penn_treebank_chose():
-  kept = work_of("comparison/ptb").results.read()
+  kept = page.works()["ptb"].results.read()
   study = manuals.study()
   found = [kept[f"{name}/tuning"] for name in study.trained if f"{name}/tuning" in kept]
   chosen = [tuple(each["chosen"].items()) for each in found]
