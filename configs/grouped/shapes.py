@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from experiments.studies.grouped import shapes
 from experiments.studies.grouped.convnet import ConvNet
-from experiments.studies.grouped.pictures import Drawn, Shapes
+from experiments.studies.grouped.drawings import Drawn, Shapes
 from experiments.studies.grouped.shapes import Grid
 from vqjax import DenseHead, GroupedHead, Head
 from vqjax.lab.config import Experiment, Train

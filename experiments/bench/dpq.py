@@ -11,17 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from configs.dpq.lstm import MEDIUM, LSTMSize, language_model
+from configs.dpq.lstm import MEDIUM, LSTMSize
 from experiments.bench import measure
 from experiments.bench.measure import compare, process_cost
 from experiments.bench.training_step import TrainingStep
 from experiments.plan.isolated import isolated
-from experiments.studies.dpq.rows import centroids, full, softmax
-from experiments.studies.dpq.settings import CodeSize, DPQSetting
+from experiments.studies.dpq.rows import CodeSize, Task, centroids, full, softmax
+from experiments.studies.dpq.tasks import PTB, lstm
 from vqjax import CompactEmbedding, DPQEmbedding, Embedding, SoftmaxQuantizer
 from vqjax.embeddings.table_file import open_table
 from vqjax.lab.config import with_vocab
-from vqjax.lab.data import PennTreebank
 from vqjax.lab.report.units import MISSING
 from vqjax.lab.training.provenance import device
 from vqjax.ops import bit_packing
@@ -70,11 +69,11 @@ def training(
   choices = [CodeSize(k, m, False) for k in grid[0] for m in grid[1]]
   makers = {f"SX {codes}": functools.partial(softmax, codes=codes) for codes in choices}
   makers |= {f"VQ {codes}": functools.partial(centroids, codes=codes) for codes in choices}
-  setting = _setting(body)
-  rows, dense = {}, _step(setting, full, vocab)
+  task = lstm(PTB, body)
+  rows, dense = {}, _step(task, full, vocab)
   for name, make in makers.items():
     measure.log(f"measuring {name}")
-    own = _step(setting, make, vocab)
+    own = _step(task, make, vocab)
     times = [(dense(), own()) for _ in range(ROUNDS)]
     dense_seconds, seconds = (statistics.median(column) for column in zip(*times, strict=True))
     rows[name] = {
@@ -92,16 +91,8 @@ def training(
   return rows
 
 
-def _setting(body: LSTMSize) -> DPQSetting:
-  make = lambda row, embedding, seed: language_model(
-    row, embedding, body, PennTreebank(), 929_589, seed
-  )
-  none = CodeSize(2, 1)
-  return DPQSetting(make, body.dim, body.begin, (), none, none, weight=body.weight)
-
-
-def _step(setting: DPQSetting, make: Callable[[DPQSetting], Embedding], vocab: int) -> TrainingStep:
-  step = TrainingStep(with_vocab(setting.make("bench", make(setting), seed=0), vocab))
+def _step(task: Task, make: Callable[[Task], Embedding], vocab: int) -> TrainingStep:
+  step = TrainingStep(with_vocab(task.make("bench", make(task), seed=0), vocab))
   step()
   return step
 

@@ -17,9 +17,9 @@ from experiments.bench.losses import LossShape
 from experiments.bench.measure import compare, log, settled_seconds
 from experiments.bench.training_step import TrainingStep
 from experiments.studies.grouped.convnet import ConvNet
-from experiments.studies.grouped.pictures import Drawn
-from experiments.studies.grouped.rows import ABLATED
+from experiments.studies.grouped.drawings import Drawn
 from experiments.studies.grouped.shapes import NUM_CLASSES, SIDE, draw
+from experiments.studies.grouped.sizes import ABLATED
 from vqjax import (
   CodebookHead,
   DenseEmbedding,

@@ -21,13 +21,46 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from vqjax.lab import report
+from vqjax.lab.study import Study, load_study
 from vqjax.lab.study.seeds import Results, failures, origins
+from vqjax.lab.study.work import Work
 from vqjax.outputs import write_text
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 """The folder of the pages and of their images."""
 
 _BLOCK = re.compile(r"<!-- generated: ([\w-]+) -->\n(.*?)<!-- end: \1 -->\n", re.DOTALL)
+
+
+Kept = Mapping[str, tuple[Study, Results]]
+"""Name of a study -> it and its kept results."""
+
+
+def works(folder: str, names: Iterable[str], file: str = "") -> dict[str, Work]:
+  """Studies with the folders of their kept results, FOLDER/NAME.
+
+  Args:
+    folder: a folder beside this file.
+    names: the studies.
+    file: the file that has a function for each study; "": each has a file NAME.py.
+  """
+  at, made = pathlib.Path(__file__).parent / folder, {}
+  for name in names:
+    path, function = (at / file, name) if file else (at / f"{name}.py", "study")
+    made[name] = Work(load_study(path, function), at / name, path, function=function)
+  return made
+
+
+def current(works: Mapping[str, Work]) -> Kept:
+  """Studies and their results, without those of another configuration."""
+  return {name: (work.study, work.job_list().current()) for name, work in works.items()}
+
+
+def joined(kept: Mapping[str, tuple[Study, Results]]) -> dict[str, Any]:
+  """The results of several studies by "STUDY/JOB"."""
+  return {
+    f"{name}/{job}": one for name, (_, results) in kept.items() for job, one in results.items()
+  }
 
 
 def update_page(page: pathlib.Path, blocks: Mapping[str, str]) -> bool:
@@ -73,7 +106,7 @@ def save_figures(figures: Mapping[str, Figure], docs: pathlib.Path) -> list[path
 def publish_page(
   docs: pathlib.Path,
   name: str,
-  results: Results,
+  kept: Kept,
   blocks: Mapping[str, str],
   figures: Mapping[str, Figure | None],
   tables: Mapping[str, pd.DataFrame] | None = None,
@@ -83,12 +116,13 @@ def publish_page(
   Args:
     docs: folder of the documents.
     name: the page is results/NAME.md.
-    results: results of the study, whose origins and failures are the block "origins".
+    kept: the studies, whose results' origins and failures are the block "origins".
     blocks: the other blocks by their names.
     figures: figures by their files in images; None is not drawn.
     tables: whole tables by their CSV files in results.
   """
   path = docs / "results" / f"{name}.md"
+  results = {f"{name}/{job}": one for name, (_, own) in kept.items() for job, one in own.items()}
   update_page(path, {**blocks, "origins": f"{origins(results)}\n\n{failures(results)}"})
   drawn = {file: figure for file, figure in figures.items() if figure is not None}
   saved = [save_table(path.with_name(file), table) for file, table in (tables or {}).items()]

@@ -11,17 +11,16 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
-def smoke(tmp_path, monkeypatch):
-  """Runs jobs of a study at the smoke scale: (study, names) -> what it printed.
+def process(tmp_path, monkeypatch):
+  """Runs a module in the folder of the test: (module, *arguments) -> what it printed.
 
   In a process of its own, because the batches are smaller than the simulated devices. The test then
-  goes on in the folder of the process.
+  goes on in the folder.
   """
 
-  def run(study, names):
-    arguments = ["--scale", "smoke", "--only", names]
+  def run(*arguments):
     done = subprocess.run(
-      [sys.executable, "-m", f"experiments.studies.{study}.run", *arguments],
+      [sys.executable, "-m", *arguments],
       cwd=tmp_path,
       env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
       capture_output=True,

@@ -1,6 +1,5 @@
 """Pages have the figures of the results that are kept."""
 
-import functools
 import importlib
 import json
 import pathlib
@@ -19,7 +18,6 @@ from experiments import (
 )
 from experiments.bench import speculation_report
 from experiments.studies import study_page
-from experiments.studies.comparison import page as comparison
 from experiments.studies.study_page import DOCS
 
 
@@ -82,23 +80,20 @@ def test_the_figures_of_drafters_are_plotted():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["comparison", "dpq", "grouped", "vq_logits"])
 def test_rendering_reproduces_the_page_of_a_study_and_again_changes_nothing(name, tmp_path):
-  of = functools.partial(importlib.import_module, package=f"experiments.studies.{name}")
+  page = importlib.import_module(f"experiments.studies.{name}.page")
   (tmp_path / "results").mkdir()
   for file in (f"{name}.md", "bench.json"):
     shutil.copy(DOCS / "results" / file, tmp_path / "results")
 
   def render():
-    if name == "comparison":
-      comparison.update(tmp_path)
-    else:
-      of(".report").update(of(".run").STUDY.read("cpu"), tmp_path)
+    page.update(tmp_path)
     return {path.name: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
 
   first = render()
-  page = first[f"{name}.md"]
-  assert page == (DOCS / "results" / f"{name}.md").read_bytes()
+  text = first[f"{name}.md"]
+  assert text == (DOCS / "results" / f"{name}.md").read_bytes()
   assert_tables_are_those_of_the_docs(tmp_path / "results")
   figures = [file for file in first if file.endswith(".png")]
   assert figures
-  assert all(f"(../images/{file})".encode() in page for file in figures)
+  assert all(f"(../images/{file})".encode() in text for file in figures)
   assert render() == first

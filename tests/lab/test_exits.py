@@ -59,7 +59,7 @@ COMMANDS = {
   "demo": ["-m", "experiments.demo"],
   "bench": ["-m", "experiments.bench"],
   "plan": ["-m", "experiments.plan.scaling"],
-  "study": ["-m", "experiments.studies.grouped.run"],
+  "study": ["-m", "vqjax.cli", "study", "experiments/studies/vq_logits/web.py"],
 }
 
 

@@ -91,7 +91,7 @@ def _experiment_of_run(folder: pathlib.Path) -> Any:
     return override(load_config(file), source["overrides"])
   from vqjax.lab.study.declaration import Run, load_study
 
-  study = load_study(file)
+  study = load_study(file, source.get("function", "study"))
   runs, seed, scale = source["runs"], source["seed"], Fraction(source["scale"])
   tuned = lambda row, scale=Fraction(1): with_fields(
     study.experiment(row, seed, scale, run), runs[row]["fields"]

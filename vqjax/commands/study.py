@@ -43,11 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call, 128 + n for signal n."""
   parser = argparse.ArgumentParser(
     prog="vqjax study",
-    description="Compare the rows of a study on equal terms. FILE defines study() -> Study.",
+    description="Compare the rows of a study on equal terms. FILE defines study() -> Study, or the"
+    " function that is named.",
     epilog=EXAMPLES,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument("file", type=pathlib.Path, metavar="FILE", help="file that defines study()")
+  parser.add_argument("file", metavar="FILE[:FUNCTION]", help="file that defines study()")
   option(parser, "--out", "folder of results (default: runs/FILE)", pathlib.Path, metavar="DIR")
   option(parser, "--only", "rows, or jobs such as 'dense/run*', comma-separated", metavar="ROWS")
   option(parser, "--scale", "how often the study's steps are trained", _scale, 1, metavar="X")
@@ -95,10 +96,14 @@ _scale.__name__ = "number"
 
 def _study(options: argparse.Namespace) -> None:
   scale = Fraction(options.scale)
-  stem = options.file.stem + ("" if scale == 1 else f"-x{float(scale):g}")
-  work = Work(
-    load_study(options.file), options.out or pathlib.Path("runs") / stem, options.file, scale
-  )
+  path, _, function = options.file.rpartition(":")
+  if not path or not function.isidentifier():
+    path, function = options.file, "study"
+  file = pathlib.Path(path)
+  stem = file.stem + (f"-{function}" if function != "study" else "")
+  stem += "" if scale == 1 else f"-x{float(scale):g}"
+  out = options.out or pathlib.Path("runs") / stem
+  work = Work(load_study(file, function), out, file, scale, function)
   jobs = work.job_list()
   chosen = jobs.chosen(options.only)
   if options.list:
@@ -154,7 +159,7 @@ def _run(
 def _print_plan(work: Work, chosen: list[StudyJob], seconds: dict[str, float]) -> None:
   """Print what runs, and how long it takes by the measured step of each row."""
   kept = work.results.read()
-  table = Table(title=f"{one_line(work.file)} on {device()}", title_justify="left")
+  table = Table(title=f"{one_line(work.title)} on {device()}", title_justify="left")
   table.add_column("row", overflow="fold")
   for column in ("seeds", "candidates", "steps", "ms a step", "done", "about"):
     table.add_column(column, justify="right")

@@ -4,6 +4,7 @@ python -m experiments.studies.comparison.page
 """
 
 import collections
+import functools
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -19,26 +20,21 @@ from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
 from vqjax.lab.report.plots import byte_axis, label_points
 from vqjax.lab.starting_points import Distilled
-from vqjax.lab.study import Derived, Study, load_study
+from vqjax.lab.study import Derived, Study
 from vqjax.lab.study.page import difference
 from vqjax.lab.study.seeds import Results, Spread, finished_results
-from vqjax.lab.study.work import Work
 from vqjax.lm.pages import SERIES, blank
 
 NAMES = "ptb", "manuals", "stories"
 """The studies."""
+
+works = functools.partial(study_page.works, "comparison", NAMES)
 
 OFF_PAGE = "tied-memory", "dense-contexts-memory", "tied-distilled-memory"
 """Compressed forms of other rows, which only the CSV file has."""
 
 AT_RANDOM = "dense"
 """The row of the untied full softmax that begins at random."""
-
-
-def work_of(name: str) -> Work:
-  """A study with the folder of its kept results."""
-  file = pathlib.Path(__file__).with_name(f"{name}.py")
-  return Work(load_study(file), file.with_suffix(""), file)
 
 
 def head_of(study: Study, name: str) -> Head:
@@ -188,11 +184,9 @@ def compared_bytes_figure(study: Study, results: Results) -> Figure | None:
 
 def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks, figures and CSV files of the page; return their paths."""
-  blocks, figures, whole, tuned, took, every = {}, {}, {}, [], [], {}
-  for name in NAMES:
-    work = work_of(name)
-    study, results = work.study, work.job_list().current()
-    every |= {f"{name}/{job}": kept for job, kept in results.items()}
+  blocks, figures, whole, tuned, took = {}, {}, {}, [], []
+  kept = study_page.current(works())
+  for name, (study, results) in kept.items():
     costs = (study_page.bench(docs, "compared") or {}).get(name, {})
     table = comparison_table(study, results, costs)
     csv_only = "verdict", "row", "% from its source", "% from the full softmax at random", "on"
@@ -204,7 +198,7 @@ def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     tuned.append(tuning_sentence(name, study, results))
   blocks["tunings"] = "\n".join(filter(None, tuned))
   blocks["hours"] = "\n".join(took)
-  return study_page.publish_page(docs, "comparison", every, blocks, figures, whole)
+  return study_page.publish_page(docs, "comparison", kept, blocks, figures, whole)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,29 @@
-"""Stories that a trained language model writes, and a judge's grades of them.
+"""Stories that a trained language model writes, and a judge's grades of them, as in Table 1.
+
+python -m experiments.studies.grouped.stories RUN... --judge-url URL --judge-model NAME
 
 The instrument is that of TinyStories (Eldan and Li, 2023): a judge reads the beginning of a story
 and a model's completion, assesses the completion in words, and then grades it.
 """
 
+import argparse
 import itertools
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import jax
 import pandas as pd
 import pydantic
 
-from vqjax.convert import part_of
-from vqjax.lab.config import Experiment
-from vqjax.lab.data import fit_tokenizer
-from vqjax.lab.starting_points import Distilled
-from vqjax.lab.training import read_run_variables
-from vqjax.lab.training.run_folder import load_text
+from experiments.studies.study_page import read_paper
+from vqjax.commands.models import load_model
+from vqjax.lab.data import Stories
 from vqjax.lm.generation import generate
+
+STORIES, MOST_TOKENS = 30, 200
+"""Number of graded stories, and most tokens of a completion."""
 
 QUESTION = pathlib.Path(__file__).with_name("question.txt").read_text("utf-8")
 """What a judge is asked, with STORY in place of the story."""
@@ -79,42 +82,52 @@ def assessed(url: str, model: str, stories: Iterable[tuple[str, str]]) -> list[d
   return grades
 
 
-def graded(
-  experiment: Experiment, folder: pathlib.Path, settings: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Mean grades of a model's completions of test stories.
+def graded(run: str, texts: Sequence[str], url: str, model: str) -> dict[str, float]:
+  """Mean grades of a model's completions of beginnings, and the number of stories with grades.
+
+  Half of the model's context is for the beginning.
 
   Args:
-    experiment: the trained run; of a distilled model, the student writes.
-    folder: its run folder.
-    settings: "url" and "model" of the judge, the number of "stories", and the most "tokens" of a
-      completion; half of the model's context is for the beginning.
-
-  Returns:
-    {"result": {}, "grades": {aspect: mean}, "graded": number of stories with grades}.
+    run: the run folder; of a distilled model, the student writes.
+    texts: the beginnings.
+    url: the address of the judge, as of `assessed`.
+    model: the judge's name there.
   """
-  tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
-  model, variables = load_text(experiment).experiment.model, read_run_variables(folder)[0]
-  if isinstance(model, Distilled):
-    model, variables = model.student, part_of(variables, "student")
-  texts, room = (
-    beginnings(experiment.data.documents("test"), settings["stories"]),
-    model.context // 2,
-  )
+  writer, variables, tokenizer = load_model(run)
+  room = writer.context // 2
   written = generate(
-    model,
+    writer,
     variables,
     [tokenizer.encode(text, special=False)[-room:] for text in texts],
     jax.random.key(0),
-    max_tokens=min(settings["tokens"], room),
+    max_tokens=min(MOST_TOKENS, room),
     tokenizer=tokenizer,
     log_probs=False,
   )
-  grades = assessed(settings["url"], settings["model"], zip(texts, written.texts, strict=True))
-  return {"result": {}, "grades": pd.DataFrame(grades).mean().to_dict(), "graded": len(grades)}
+  grades = assessed(url, model, zip(texts, written.texts, strict=True))
+  return pd.DataFrame(grades).mean().to_dict() | {"stories": len(grades)}
 
 
 def beginnings(documents: Iterable[str], count: int) -> list[str]:
   """The first half, in words, of each of the first `count` stories of several words."""
   halves = (words[: len(words) // 2] for words in map(str.split, documents))
   return [" ".join(half) for half in itertools.islice(filter(None, halves), count)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Print the grades of runs beside the paper's."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder of a language model")
+  parser.add_argument("--judge-url", required=True, help="an OpenAI-compatible endpoint")
+  parser.add_argument("--judge-model", required=True, help="its name of the model")
+  parser.add_argument("--held-out", default=Stories.held_out, help="file of the stories")
+  options = parser.parse_args(arguments)
+  documents = Stories(held_out=options.held_out).documents("test")
+  texts, judge = beginnings(documents, STORIES), (options.judge_url, options.judge_model)
+  lines = {pathlib.Path(run).name: graded(run, texts, *judge) for run in options.runs}
+  printed = read_paper(pathlib.Path(__file__).with_name("paper.csv"))["1"]
+  print(pd.DataFrame(lines | printed).T.to_string())
+
+
+if __name__ == "__main__":
+  main()

@@ -1,152 +1,157 @@
-"""Rows of the VQ-Logits study: heads, and how each of them is trained."""
+"""Decoders, budgets and rows that the texts of the VQ-Logits study share.
+
+The rows of a text differ only in the head. A head with codes is made of the trained full softmax,
+the row "dense", and then fine-tuned; other heads are trained from scratch for as many steps in all.
+A study has a small decoder that two cores train; `paper()` of its file has the decoder and the
+schedule of the paper (Tables 4 and 5).
+"""
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
+import pathlib
+from collections.abc import Collection
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jaxtyping import Int
 
 from experiments.studies.vq_logits.recluster import Recluster
-from experiments.studies.vq_logits.settings import VQLogitsSetting
-from vqjax import Head, assign, convert, heads
+from vqjax import CodebookHead, DenseEmbedding, DenseHead, Head, assign, convert, heads
 from vqjax.lab import starting_points
-from vqjax.lab.config import FROM_TOKENIZER, Experiment
-from vqjax.lab.training import FromRun
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import Source, TokenizerRecipe, Windows, encode_split, fit_tokenizer
+from vqjax.lab.study import Row
+from vqjax.lab.training import FromRun, read_run_variables
+from vqjax.lm.models import Transformer
 
 V = FROM_TOKENIZER
-WITHOUT_HEAD = "embedding", "position", "blocks", "final_norm"
-"""Scope of fine-tuning: all parameters except those of the head."""
-WEIGHTED = convert.KMeans(power=1.0)
-ALONE = convert.KMeans(power=1.0, alone=0.5)
-BROWN = convert.Brown(token_bias=True)
 
 
-class VQLogitsRow(NamedTuple):
-  """A row of the tables of one setting: its label there, its run, and the rows it starts from."""
-
-  label: str
-  experiment: Experiment
-  needs: tuple[str, ...] = ()
-
-  @property
-  def name(self) -> str:
-    """The row's name; its runs are called "SETTING/NAME"."""
-    return self.experiment.name
-
-
-def rows(s: VQLogitsSetting) -> list[VQLogitsRow]:
-  """Every row of a setting, each after those that it needs."""
-  ablations = _ablations(s) if s.ablations else []
-  return main_rows(s) + ablations + ([*_codebooks(s), *_other_heads(s)] if s.further else [])
+def small(data: Source, tokenizer: TokenizerRecipe, steps: int) -> Experiment:
+  """A decoder of width 128 with two layers, on batches of 1,024 tokens, in float32."""
+  shape, dtype, initial = (V, 128), jnp.float32, nn.initializers.normal(0.02)
+  model = Transformer(
+    embedding=DenseEmbedding(*shape, weight_init=initial, dtype=dtype),
+    head=DenseHead(*shape, dtype=dtype),
+    dim=128,
+    layers=2,
+    heads=4,
+    context=64,
+    dropout=0.1,
+    dtype=dtype,
+  )
+  train = Train(batch=16, learning_rate=3e-3, warmup=100, weight_decay=0.1, keep=1, log_every=10)
+  return Experiment("base", model, data, tokenizer, Windows(), _lasting(train, steps))
 
 
-def _scratch(
-  s: VQLogitsSetting, name: str, label: str, head: Head, init_from: Any = None
-) -> VQLogitsRow:
-  """A head trained from scratch for the steps of a dense run and its fine-tuning."""
-  steps = s.dense.train.steps + s.fine_tune.steps
-  train = dataclasses.replace(s.dense.train, steps=steps, eval_every=steps, save_every=steps)
-  own = {"name": name, "model": s.dense.model.clone(head=head), "train": train}
-  return VQLogitsRow(label, dataclasses.replace(s.dense, init_from=init_from, **own))
+def small_tuning(base: Experiment, steps: int) -> Train:
+  """The fine-tuning of the small decoder."""
+  return _lasting(dataclasses.replace(base.train, learning_rate=1.5e-3), steps)
 
 
-def _converted(
-  s: VQLogitsSetting,
-  name: str,
+def paper_tuning(base: Experiment) -> Train:
+  """The fine-tuning of the paper's decoders, that of Table 4's second column."""
+  steps = min(50_000, base.train.steps // 5)
+  return dataclasses.replace(base.train, learning_rate=5e-5, warmup=1000, steps=steps)
+
+
+def _lasting(train: Train, steps: int) -> Train:
+  """The training with so many steps, evaluated at its end."""
+  return dataclasses.replace(train, steps=steps, eval_every=steps, save_every=max(1, steps // 4))
+
+
+def main_rows(
+  base: Experiment,
+  tuning: Train,
+  codes: tuple[int, ...],
+  cutoffs: tuple[int, int],
+  rank: int,
+  repeated: Collection[str] = (),
+) -> dict[str, Row]:
+  """The rows of the paper's Tables 1, 9 and 10.
+
+  Args:
+    base: the experiment of the full softmax.
+    tuning: the fine-tuning.
+    codes: the sizes of the codebooks, K.
+    cutoffs: cutoffs of the adaptive softmax.
+    rank: rank of the low-rank head.
+    repeated: the rows with all seeds of the study; the others have one.
+  """
+  dim, dtype = base.model.dim, base.model.dtype
+  begun = {"train": tuning, "init_from": lambda base, run: FromRun(run("dense").folder)}
+  adaptive = heads.AdaptiveHead(V, dim, cutoffs, dtype=dtype)
+  as_paper = convert.ToCodebook(convert.KMeans())
+  rows = {
+    "dense": Row(label="Full softmax, before fine-tuning"),
+    "full": Row(begun, "Full softmax"),
+    "full-scratch": scratch(base, tuning, "Full softmax, from scratch", base.model.head),
+    "adaptive": scratch(base, tuning, "Adaptive softmax", adaptive),
+    "low-rank": scratch(base, tuning, f"Low-rank ({rank})", heads.LowRankHead(V, dim, rank)),
+  }
+  for k in codes:
+    head = CodebookHead(V, dim, k, dtype=dtype)
+    rows[f"vq-{k}"] = converted(tuning, f"VQ-Logits (K={k})", head, as_paper)
+  return {
+    name: dataclasses.replace(row, seeds=None if name in repeated else 1)
+    for name, row in rows.items()
+  }
+
+
+def scratch(base: Experiment, tuning: Train, label: str, head: Head, init_from: Any = None) -> Row:
+  """A head trained from scratch for the steps of the full softmax and the fine-tuning."""
+  steps = base.train.steps + tuning.steps
+  train = dataclasses.replace(base.train, steps=steps, eval_every=steps, save_every=steps)
+  return Row({"model.head": head, "train": train, "init_from": init_from}, label, seeds=1)
+
+
+def converted(
+  tuning: Train,
   label: str,
   head: Head,
   target: Any,
   recluster: Recluster | None = None,
   **options: Any,
-) -> VQLogitsRow:
-  """A head computed from the dense run's weights, then fine-tuned."""
-  options |= {"name": name, "train": s.fine_tune}
-  made = starting_points.converted(s.dense, s.path("dense"), head, target, **options)
-  return VQLogitsRow(label, dataclasses.replace(made, recluster=recluster), needs=("dense",))
+) -> Row:
+  """A head computed from the trained full softmax, then fine-tuned.
+
+  Args:
+    tuning: the fine-tuning.
+    label: name in tables.
+    head: the head.
+    target: makes its variables, such as `convert.ToCodebook(...)`.
+    recluster: moves tokens between codes during the fine-tuning.
+    options: further arguments of `starting_points.converted`.
+  """
+
+  def made(base: Experiment, run: Any) -> Experiment:
+    dense, folder = run("dense")
+    of_head = {"name": base.name, "train": tuning, **options}
+    one = starting_points.converted(dense, folder, head, target, **of_head)
+    return dataclasses.replace(one, recluster=recluster)
+
+  return Row(made, label, seeds=1)
 
 
-def main_rows(s: VQLogitsSetting) -> list[VQLogitsRow]:
-  """The rows of the paper's Tables 1, 9 and 10."""
-  start = FromRun(s.path("dense"))
-  tuned = dataclasses.replace(s.dense, name="full", train=s.fine_tune, init_from=start)
-  full, as_paper = s.dense.model.head, convert.ToCodebook(convert.KMeans())
-  adaptive = heads.AdaptiveHead(V, s.dim, s.cutoffs, dtype=s.dtype)
-  low_rank = heads.LowRankHead(V, s.dim, s.rank)
-  codebooks = {k: heads.CodebookHead(V, s.dim, k, dtype=s.dtype) for k in s.codes}
-  return [
-    VQLogitsRow("Full softmax, before fine-tuning", s.dense),
-    VQLogitsRow("Full softmax", tuned, needs=("dense",)),
-    _scratch(s, "full-scratch", "Full softmax, from scratch", full),
-    _scratch(s, "adaptive", "Adaptive softmax", adaptive),
-    _scratch(s, "low-rank", f"Low-rank ({s.rank})", low_rank),
-    *(
-      _converted(s, f"vq-{k}", f"VQ-Logits (K={k})", head, as_paper)
-      for k, head in codebooks.items()
-    ),
-  ]
+def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+  """The lowest test perplexities that the codes of a run allow.
+
+  Returns:
+    {"floors": {"uniform", "bias"}}, without and with a token bias; None for a head whose tokens do
+    not share the scores of fixed codes.
+  """
+  if not isinstance(experiment.model.head, CodebookHead):
+    return {"floors": None}
+  assignment = read_assignment(folder)
+  tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
+  test = encode_split(experiment.data, tokenizer, "test")
+  counts = np.bincount(np.asarray(test.tokens), minlength=len(assignment))
+  floor = lambda bias: assign.floor(assignment, counts, token_bias=bias).perplexity
+  return {"floors": {"uniform": floor(False), "bias": floor(True)}}
 
 
-def _ablations(s: VQLogitsSetting) -> list[VQLogitsRow]:
-  """The rows of the paper's Tables 2, 6 and 7, which vary its smallest codebook."""
-  k, to = s.codes[0], convert.ToCodebook
-  head = heads.CodebookHead(V, s.dim, k, dtype=s.dtype)
-  inputs, as_paper = convert.KMeans(inputs=True), to(convert.KMeans())
-  row = lambda kind, label, *target, **options: _converted(
-    s, f"vq-{k}-{kind}", label, head, *target, **options
-  )
-  return [
-    row("fixed", "k-means init, fixed C", as_paper, scope=WITHOUT_HEAD),
-    _scratch(s, f"vq-{k}-scratch", "random init, learned C", head, starting_points.Mapped(inputs)),
-    row("inputs", "k-means on input embeddings", to(inputs)),
-    row("bins", "frequency bins", to(convert.FrequencyBins())),
-    row("random", "random assignment", to(convert.Fixed(assign.Random(0)))),
-    row("head", "C and head layers", as_paper, scope=starting_points.HEAD),
-    row("codebook", "only C", as_paper, scope=starting_points.CODEBOOK),
-  ]
-
-
-def _codebooks(s: VQLogitsSetting) -> list[VQLogitsRow]:
-  """Other assignments of tokens to codes, and other ways to train a codebook."""
-  k, steps, to = s.codes[-1], s.fine_tune.steps, convert.ToCodebook
-  codebook = functools.partial(heads.CodebookHead, V, s.dim, dtype=s.dtype)
-  plain, bias, small = codebook(k), codebook(k, token_bias=True), codebook(460, token_bias=True)
-  commitment = bias.clone(commitment=0.25)
-  learned = heads.LearnedCodebookHead(V, s.dim, k, token_bias=True, anneal=steps * 2 // 3)
-  mass, to_learned = convert.FrequencyBins(equal_mass=True), convert.ToLearnedCodebook(WEIGHTED)
-  # Tokens move in the first two thirds of the fine-tuning; then the codebook settles.
-  every = max(1, steps // 6)
-  recluster = Recluster(every, 4 * every)
-  row = lambda name, label, head, *target, **options: _converted(
-    s, f"{name}-{head.codes}", f"K={head.codes}, {label}", head, *target, **options
-  )
-  return [
-    row("bias", "k-means, + bias", bias, to(convert.KMeans())),
-    row("weighted", "weighted k-means", plain, to(WEIGHTED)),
-    row("weighted-bias", "weighted k-means, + bias", bias, to(WEIGHTED)),
-    row("alone", "half alone, weighted tail", plain, to(ALONE)),
-    row("alone-bias", "half alone, + bias", bias, to(ALONE)),
-    row("balanced-bias", "balanced, + bias", bias, to(convert.Balanced())),
-    row("brown-bias", "exchange on bigrams, + bias", bias, to(BROWN)),
-    row("brown-bias", "exchange on bigrams, + bias", small, to(BROWN)),
-    row("mass-bias", "bins of equal mass, + bias", bias, to(mass)),
-    row("distilled", "half alone, + bias, distilled", bias, to(ALONE), distillation=1.0),
-    row("commitment", "half alone, + bias, commitment 0.25", commitment, to(ALONE)),
-    row("reclustered", "weighted, + bias, re-clustered", bias, to(WEIGHTED), recluster),
-    row("gumbel", "weighted, + bias, learned mapping", learned, to_learned),
-  ]
-
-
-def _other_heads(s: VQLogitsSetting) -> list[VQLogitsRow]:
-  """Heads other than the codebook, with at most 1/16 of the dense head's bytes."""
-  product = heads.ProductHead(V, s.dim, 224, 16, token_bias=True)
-  learned = heads.LearnedProductHead(V, s.dim, 224, 16, token_bias=True)
-  residual = heads.ResidualCodebookHead(V, s.dim, 200, 4, token_bias=True)
-  low_rank = heads.LowRankHead(V, s.dim, s.rank)
-  to, label = convert.ToProduct(), "product codes, + bias"
-  quarter = convert.ToResidual(convert.KMeans(power=1.0, alone=0.25))
-  row = functools.partial(_converted, s)
-  return [
-    row("product", label, product, to),
-    row("product-distilled", f"{label}, distilled", product, to, distillation=1.0),
-    row("product-learned", "product codes, learned", learned, convert.ToLearnedProduct()),
-    row("residual", "codebook and a low-rank part", residual, quarter),
-    row("low-rank-converted", "low rank, converted", low_rank, convert.ToLowRank()),
-  ]
+def read_assignment(folder: pathlib.Path) -> Int[np.ndarray, "V"]:
+  """The code of each token in the newest checkpoint of a run with a codebook."""
+  variables = starting_points.student_of(read_run_variables(folder)[0])
+  return variables["codes"]["head"]["assignment"]

@@ -35,6 +35,18 @@ def test_a_lambda_may_have_defaults_and_the_runs_of_other_rows(base):
   assert study.begins_from("longer") == ("k4",)
 
 
+def test_a_function_makes_the_whole_experiment_of_the_runs_of_other_rows(base):
+  def longer(base, run):
+    made, folder = run("dense")
+    return dataclasses.replace(made, init_from=FromRun(folder), train=base.train)
+
+  study = Study(base, {"dense": {"model.dropout": 0.2}, "longer": Row(longer), "same": longer})
+  made = study.experiment("longer", seed=2, scale=Fraction(1, 2))
+  assert (made.name, made.seed, made.model.dropout) == ("longer", 2, 0.2)
+  assert (made.init_from.folder, made.train.steps) == ("runs/dense", base.train.steps // 2)
+  assert study.begins_from("same") == ("dense",)
+
+
 def test_an_object_that_two_fields_share_stays_one(base):
   table = DenseEmbedding(0, 16)
   tied = {"model.embedding": table, "model.head": DenseHead(0, 16, embedding=table)}
@@ -64,6 +76,7 @@ BEGUN = {"init_from": lambda base, run: FromRun(run("a").folder)}
     ({"tune": {"learning_rate": (1.0,)}}, r"Did you mean train.learning_rate\?"),
     ({"tune": {"train.learning_rate": (0.1, -1.0)}}, r"row a: `train.learning_rate` must be above"),
     ({"tune": {"train.learning_rate": 0.1}}, r"`tune` must name values"),
+    ({"rows": {"a": lambda base: base.model}}, "row a: a function in `rows` must return an"),
     ({"rows": {"a": {}, "b": Compressed("c")}}, r"`of` must be a row .*; got 'c' in row b"),
     ({"rows": {"b": BEGUN, "a": {}}}, r"row b: `run` must name a trained row before b; got 'a'"),
     ({"rows": {"a": Row(seeds=1), "b": BEGUN}}, "row b: `seeds` must be at most those of a"),

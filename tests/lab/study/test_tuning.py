@@ -63,12 +63,6 @@ def test_a_tuning_of_which_every_candidate_diverges_has_failed(tuned):
   assert made["result"]["status"] == "failed"
 
 
-def test_a_space_of_one_value_is_chosen_without_a_trial(base, tmp_path):
-  space = SearchSpace({"train.learning_rate": (40.0,)})
-  made = Tuning("t", "", base, space, tmp_path).job().make()
-  assert (made["chosen"], made["trials"]) == ({"train.learning_rate": 40.0}, [])
-
-
 def test_a_source_that_was_trained_again_and_ended_elsewhere_is_refused():
   ended = lambda nats: {"result": {"test": {"nats_per_token": nats}}}
   check_same(ended(4.0), None)

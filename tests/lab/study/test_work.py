@@ -112,6 +112,29 @@ def test_no_dropout_is_no_edge():
   assert [space.edge("model.dropout", value) for value in (0.0, 0.1)] == [None, "largest"]
 
 
+def test_one_candidate_is_chosen_without_a_tuning(fitted, capsys):
+  file = pathlib.Path("study.py")
+  file.write_text(file.read_text().replace("(1e-3, 2e-3, 4e-3)", "(8e-3,)"))
+  assert main(["study.py", "--only", "dense"]) == 0
+  assert {steps for _, _, steps, _ in fitted.runs} == {40}
+  np.testing.assert_allclose(float(lines()["dense"]["test_nats_per_token"]), 3 + np.log(4))
+  capsys.readouterr()
+  assert main(["study.py", "--list"]) == 0
+  listed = capsys.readouterr().out
+  assert "wild/tuning" in listed
+  assert "dense/tuning" not in listed
+
+
+def test_a_file_may_have_several_studies(fitted):
+  file = pathlib.Path("study.py")
+  more = "\n\ndef short():\n  made = study()\n  return Study(made.base, {'dense': {}}, seeds=1)\n"
+  file.write_text(file.read_text() + more)
+  assert main(["study.py:short"]) == 0
+  assert [name for name, *_ in fitted.runs] == ["dense"]
+  assert "# Study study.py:short" in pathlib.Path("runs/study-short/study.md").read_text()
+  assert main(["study.py:long"]) == 2
+
+
 def test_an_edited_study_trains_what_has_changed(fitted):
   assert main(["study.py", "--only", "dense,codebook"]) == 0
   fitted.runs.clear()
@@ -335,7 +358,7 @@ def test_a_study_that_is_killed_in_each_phase_ends_with_the_same_results(tmp_pat
     lambda: "dense/tuning" in results.read_text(),
     lambda: count("runs/dense-*/checkpoints/*"),
     lambda: count("study.md"),
-    lambda: "codebook/tuning" in results.read_text(),
+    lambda: count("runs/codebook-*/checkpoints/*"),
     lambda: count("runs/codebook-*/result.json"),
     lambda: "small/run" in results.read_text(),
   )

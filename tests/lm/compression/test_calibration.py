@@ -7,7 +7,11 @@ import pytest
 
 from tests.jitted import results
 from tests.lm.checkpoints.families import V, small
+from vqjax import DenseEmbedding, DenseHead
 from vqjax.lm.compression import calibration
+from vqjax.lm.models import Transformer
+from vqjax.ngrams import NGramEmbedding, NGramMemory
+from vqjax.ops.ngrams import XorHash, count_rows
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +88,35 @@ def test_an_interrupted_call_goes_on(decoder, tmp_path, monkeypatch):
   assert cache.exists()  # it is the caller's, who may not have saved the moments yet
   for name in ("hidden", "inputs", "counts"):
     np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))
+
+
+def test_counts_of_a_memory_are_weighed_by_the_gradients_of_their_heads():
+  ngrams = XorHash.qwen4(V, end=0, heads=2, least=2_000)
+  table = DenseEmbedding(ngrams.rows, 4)
+  memory = NGramMemory(NGramEmbedding(ngrams, table), dim=16)
+  embedding = DenseEmbedding(V, 16)
+  fields = {"dim": 16, "layers": 1, "heads": 2, "context": 8, "memory_blocks": (0,)}
+  model = Transformer(embedding, DenseHead(V, 16), memories=(memory,), **fields)
+  rows = windows(2, length=8)
+  variables = jax.jit(model.init)(jax.random.key(0), rows)
+  counts = count_rows(ngrams, rows.reshape(-1))
+  found = calibration.memory_counts(model, variables, rows, counts, seed=7)
+
+  def gradient(variables, row, key):
+    drawn = model.apply(variables, row, key, method=lambda m, t, k: m.head.sample(m.hidden(t), k))
+    log_prob = lambda v: model.apply(v, row, drawn, method="log_prob").sum()
+    return jax.grad(log_prob)(variables)["params"]["memories_0"]["lookup"]["table"]["weight"]
+
+  # No two places of a window read one row, so that a row's gradient is that of a place.
+  total = np.zeros(ngrams.rows)
+  for i, row in enumerate(rows):
+    key = jax.random.fold_in(jax.random.key(7), i)
+    total += np.square(results(gradient, variables, row[None], key)).sum(axis=1)
+    assert len(np.unique(ngrams(row))) == 8 * ngrams.heads
+  heads = np.add.reduceat(total, np.cumsum([0, *ngrams.sizes[:-1]]))
+  expected = np.repeat(heads / heads.mean(), ngrams.sizes) * counts
+  np.testing.assert_allclose(found, expected, rtol=1e-4)
+  with pytest.raises(ValueError, match="`counts` must have a number for each of"):
+    calibration.memory_counts(model, variables, rows, counts[1:])
+  with pytest.raises(ValueError, match="`number` must be that of one of 1 memories"):
+    calibration.memory_counts(model, variables, rows, counts, number=1)

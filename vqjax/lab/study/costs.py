@@ -96,7 +96,7 @@ def tuning_seconds(
   """Seconds of a tuning of so many candidates, and `further` ones, for runs of so many steps."""
   trial = lambda part: run_seconds({**costs, "test_seconds": 0.0}, max(1, steps // part))
   total = further * trial(ROUNDS[-1])
-  for part in ROUNDS if candidates > 1 else ():
+  for part in ROUNDS:
     total += candidates * trial(part)
     candidates = kept_candidates(candidates)
   return total

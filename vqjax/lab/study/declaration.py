@@ -65,14 +65,15 @@ class Row:
   Attributes:
     fields: dotted path of a field of the experiment -> its value, or a lambda that makes it of the
       base, such as `lambda base: CodebookHead(0, base.model.dim, 64)`, or of the base and of the
-      runs of rows before it: `lambda base, run: FromRun(run("dense").folder)`.
+      runs of rows before it: `lambda base, run: FromRun(run("dense").folder)`. Or a function of
+      these that makes the whole experiment, whose name and seed become those of the row.
     label: name in tables; "": that of the row.
     tune: what this row tries, in place of the study's `tune`; None: the same.
     tuned_as: the row whose tuning it has, in place of its own; "": its own.
     seeds: number of its seeds; None: that of the study.
   """
 
-  fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  fields: Mapping[str, Any] | Callable[..., Experiment] = dataclasses.field(default_factory=dict)
   label: str = ""
   tune: Mapping[str, Sequence[Any]] | None = None
   tuned_as: str = ""
@@ -94,8 +95,8 @@ class Study:
 
   Attributes:
     base: the experiment that every row begins from.
-    rows: name -> what differs from the base: fields, or a `Row`; or a `Derived` row of another,
-      such as `Compressed`.
+    rows: name -> what differs from the base, as in `Row.fields`, or a `Row`; or a `Derived` row of
+      another, such as `Compressed`.
     tune: dotted path of a field -> the values that every row tries, all combinations, on the
       validation split. {}: nothing is tuned.
     seeds: number of seeds of each row: that of the base, and the next ones.
@@ -112,7 +113,7 @@ class Study:
   """
 
   base: Experiment
-  rows: Mapping[str, Mapping[str, Any] | Row | Derived]
+  rows: Mapping[str, Mapping[str, Any] | Callable[..., Experiment] | Row | Derived]
   tune: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
   seeds: int = 3
   reference: str = ""
@@ -274,8 +275,18 @@ class Study:
 
   def _experiment(self, name: str, seed: int, scale: Fraction, runs: Runs) -> Experiment:
     base = dataclasses.replace(self.base, name=name, seed=self.base.seed + seed)
-    values = {path: _made(value, base, runs) for path, value in self.row(name).fields.items()}
-    made = with_fields(base, values)
+    fields = self.row(name).fields
+    if isinstance(fields, Mapping):
+      values = {path: _made(value, base, runs) for path, value in fields.items()}
+      made = with_fields(base, values)
+    else:
+      made = _called(fields, base, runs)
+      if not isinstance(made, Experiment):
+        raise ValueError(
+          f"a function in `rows` must return an Experiment; got {shown(made)}. Return one, or give"
+          " fields with their values."
+        )
+      made = dataclasses.replace(made, name=name, seed=base.seed)
     if scale == 1:
       return made
     return dataclasses.replace(made, train=stretched(made.train, scale))
@@ -301,13 +312,18 @@ def _made(value: Any, base: Experiment, runs: Runs) -> Any:
   """The value of a field; a lambda, which no field may hold, makes it of the base and of runs."""
   if not inspect.isfunction(value) or value.__name__ != "<lambda>":
     return value
-  parameters = inspect.signature(value).parameters.values()
+  return _called(value, base, runs)
+
+
+def _called(function: Callable[..., Any], base: Experiment, runs: Runs) -> Any:
+  """What a function makes of the base, or of the base and of runs, as it has arguments."""
+  parameters = inspect.signature(function).parameters.values()
   asked = sum(parameter.default is parameter.empty for parameter in parameters)
-  return value(*(base, runs)[:asked])
+  return function(*(base, runs)[:asked])
 
 
-def load_study(path: str | pathlib.Path) -> Study:
-  """Import a file and return what its `study()` returns.
+def load_study(path: str | pathlib.Path, function: str = "study") -> Study:
+  """Import a file and return what its function `study()` returns, or another one.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -315,7 +331,7 @@ def load_study(path: str | pathlib.Path) -> Study:
   """
   path = pathlib.Path(path)
   try:
-    return load_function(path, "study", Study)
+    return load_function(path, function, Study)
   except ValueError as error:
     cause = error.__cause__
     if not isinstance(cause, FieldError):

@@ -36,6 +36,7 @@ class RemoteJob:
     scale: how often its steps are trained.
     name: the job.
     directory: the working directory, from which paths are.
+    function: the function of the file that returns the study.
   """
 
   file: pathlib.Path
@@ -43,11 +44,13 @@ class RemoteJob:
   scale: Fraction
   name: str
   directory: str
+  function: str = "study"
 
   def __call__(self) -> None:
     """Make the result of the job and keep it."""
     os.chdir(self.directory)
-    work = Work(load_study(self.file), self.folder, self.file, self.scale)
+    study = load_study(self.file, self.function)
+    work = Work(study, self.folder, self.file, self.scale, self.function)
     jobs = work.job_list()
     for job in jobs.jobs:
       if job.name == self.name:
@@ -61,7 +64,8 @@ class RemoteJob:
   @staticmethod
   def of(work: Work, job: StudyJob) -> "RemoteJob":
     """A job of a study whose paths are from the current directory."""
-    return RemoteJob(work.file, work.folder, work.scale, job.name, str(pathlib.Path.cwd()))
+    here = str(pathlib.Path.cwd())
+    return RemoteJob(work.file, work.folder, work.scale, job.name, here, work.function)
 
 
 def on_ray(work: Work, jobs: Sequence[StudyJob]) -> None:

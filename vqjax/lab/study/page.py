@@ -249,7 +249,7 @@ def write_pages(work: Work, results: Results) -> list[pathlib.Path]:
   """Write study.md, .html, .csv, .tex and .png into the folder of a study; return the paths."""
   study, folder = work.study, work.folder
   table, drawn = shown_table(study, results), figure(study, results)
-  title = f"Study {work.file.name}"
+  title = f"Study {work.title}"
   sections = [
     ("", [_budget(work)], table),
     ("What is missing", missing(study, results) or ["Nothing."], None),

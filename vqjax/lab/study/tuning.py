@@ -127,7 +127,7 @@ class Tuning:
     name: name of its job.
     label: the job's label in lists.
     experiment: the row's experiment, with its full number of steps.
-    space: what is tried.
+    space: what is tried, of several candidates.
     folder: folder of the trials' runs, one for each candidate and round; their checkpoints are
       removed once they have a result.
     extensions: values beyond those of a field that are tried at most.
@@ -156,7 +156,7 @@ class Tuning:
     """Return a job for each trial of the rounds, for several processes; `job` finds their runs."""
     jobs: list[StudyJob] = []
     count, before = len(self.space.candidates()), ()
-    for at, part in enumerate(ROUNDS if count > 1 else ()):
+    for at, part in enumerate(ROUNDS):
       names = tuple(f"{self.name}-{part}-{place}" for place in range(count))
       for place, name in enumerate(names):
         trial = functools.partial(self._trial_of_round, at, place)
@@ -178,14 +178,13 @@ class Tuning:
       return _loss(trials[-1])
 
     left, best = self.space.candidates(), math.inf
-    # One candidate needs no trial.
-    for part in ROUNDS if len(left) > 1 else ():
+    for part in ROUNDS:
       scores = [loss(fields, part) for fields in left]
       best, left = min(scores), _best(left, scores)
     chosen, extended, result = left[0], {}, origin(self._identity())
     if best < math.inf:
       chosen, extended = self._extended(chosen, best, lambda fields: loss(fields, ROUNDS[-1]))
-    elif trials:
+    else:
       error = "every candidate diverged. Give lower values"
       print(f"{self.name} failed: {error}", file=sys.stderr)
       result |= {"status": "failed", "error": error}

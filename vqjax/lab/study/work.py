@@ -30,20 +30,27 @@ __all__ = ["Work"]
 class Work:
   """A study in its folder.
 
-  The jobs of a row are ROW/costs, ROW/tuning, ROW/run for the first seed and ROW/run-s1 and so on
-  for the others.
+  The jobs of a row are ROW/costs, ROW/tuning where there is something to choose, ROW/run for the
+  first seed and ROW/run-s1 and so on for the others.
 
   Attributes:
     study: the study.
     folder: the folder of its results, pages and runs.
     file: the file that declares it, whose commit is kept with each run.
     scale: how often the steps of the base are trained.
+    function: the function of the file that returns it.
   """
 
   study: Study
   folder: pathlib.Path
   file: pathlib.Path
   scale: Fraction = Fraction(1)
+  function: str = "study"
+
+  @property
+  def title(self) -> str:
+    """The file, and the function if it is not `study`."""
+    return self.file.name + (f":{self.function}" if self.function != "study" else "")
 
   @property
   def results(self) -> ResultsFile:
@@ -57,7 +64,7 @@ class Work:
     derived = [name for name in study.rows if name not in trained]
     jobs = [*map(self._costs, trained)]
     for name in trained:
-      jobs += [] if study.row(name).tuned_as else [self._tuning_job(name)]
+      jobs += [] if study.row(name).tuned_as or not self._tuned(name) else [self._tuning_job(name)]
       jobs.append(self._run(name, 0))
     jobs += [self._derived(name, 0) for name in derived]
     for seed in range(1, study.seeds):
@@ -90,6 +97,10 @@ class Work:
     identity = lambda: values_identity(["costs", config_hash(experiment)])
     make = lambda: {"result": origin(identity()), "costs": measure_costs(experiment)}
     return StudyJob(f"{name}/costs", "time of a step", identity, make)
+
+  def _tuned(self, name: str) -> bool:
+    """Whether there is something to choose for a row: one candidate needs no tuning."""
+    return len(self.study.space(name).candidates()) > 1
 
   def _tuning(self, name: str) -> Tuning | None:
     """The tuning of a row; None before the rows that it begins from are tuned."""
@@ -130,6 +141,8 @@ class Work:
   def _chosen(self, name: str) -> Mapping[str, Any] | None:
     """What the tuning of a row chose; None before it has a result."""
     owner = self.study.row(name).tuned_as or name
+    if not self._tuned(name):
+      return self.study.space(name).candidates()[0]
     kept, tuning = self.results.read().get(f"{owner}/tuning"), self._tuning(owner)
     if kept is None or tuning is None or kept["result"]["status"] != "finished":
       return None
@@ -173,7 +186,8 @@ class Work:
 
   def _run(self, name: str, seed: int) -> StudyJob:
     needs = [self._name(row, seed) for row in self.study.begins_from(name)]
-    needs.append(f"{self.study.row(name).tuned_as or name}/tuning")
+    if self._tuned(name):
+      needs.append(f"{self.study.row(name).tuned_as or name}/tuning")
     identity = lambda: self._identity(name, seed)
 
     def beside(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
@@ -188,7 +202,7 @@ class Work:
       self._restore(name, seed)
       experiment, folder = self._experiment(name, seed, in_folders=True), self._folder(name, seed)
       source = {"study": str(self.file.resolve()), "seed": seed, "scale": str(self.scale)}
-      source |= {"row": name, "runs": self._lineage(name, seed)}
+      source |= {"function": self.function, "row": name, "runs": self._lineage(name, seed)}
       job = training_job(self._name(name, seed), "", experiment, folder, beside, source=source)
       made = job.make()
       return {**made, "result": made["result"] | {"config_hash": identity()}}

@@ -13,15 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from vqjax.convert.trained_variables import Variables
+from vqjax.embeddings import DenseEmbedding
 from vqjax.lm.generation import generate, unstacked
 from vqjax.lm.models import Transformer
 from vqjax.outputs import atomic_file
 from vqjax.tables.moments import Moments
 
-__all__ = ["SEED", "collect", "own_text", "zipf_counts"]
+__all__ = ["SEED", "collect", "memory_counts", "own_text", "zipf_counts"]
 
 ROWS = 64
 """Texts that a model writes side by side."""
@@ -118,6 +119,53 @@ def collect(
     tokens=sums.hidden_tokens,
     inputs=sums.inputs / max(1, sums.input_tokens),
   )
+
+
+def memory_counts(
+  model: Transformer,
+  variables: Variables,
+  windows: Sequence[Int[np.ndarray, "T"]],
+  counts: np.ndarray,
+  *,
+  number: int = 0,
+  seed: int = SEED,
+) -> Float[np.ndarray, "R"]:
+  """The counts of the rows of a memory's table, weighed by what an error of their head costs.
+
+  The weight of a head is the mean of g · g, of the gradients g of the log-probability of tokens
+  that the model draws by the vectors that the head reads. The mean weight is 1. Heads of pairs
+  often cost several times what heads of triples do.
+
+  Args:
+    model: the decoder.
+    variables: its variables, with the memory's table in any form.
+    windows: rows of tokens of one length; 2,000 tokens in all are enough.
+    counts: how often a text reads each row, of `vqjax.ops.ngrams.count_rows`.
+    number: number of the memory in `model.memories`.
+    seed: seed of the tokens that are drawn.
+
+  Raises:
+    ValueError: there is no such memory or no window, or the counts are of another table.
+  """
+  if not 0 <= number < len(model.memories) or not len(windows):
+    raise ValueError(
+      f"`number` must be that of one of {len(model.memories)} memories, with windows of tokens; got"
+      f" {number} and {len(windows)} windows. 0 is the first."
+    )
+  lookup = model.memories[number].lookup
+  sizes = lookup.ngrams.sizes
+  if np.shape(counts) not in {(sum(sizes),), (lookup.table.vocab,)}:
+    raise ValueError(
+      f"`counts` must have a number for each of {sum(sizes)} rows; got shape {np.shape(counts)}."
+      " Count with the hash of this memory."
+    )
+  total = np.zeros(len(sizes))
+  for i, window in enumerate(windows):
+    key = jax.random.fold_in(jax.random.key(seed), i)
+    total += _squares(variables, jnp.asarray(window)[None], key, model=model, number=number)
+  # Rows behind those of the hash are not read.
+  weight = np.repeat(total / total.mean(), sizes)
+  return counts * np.pad(weight, (0, len(counts) - len(weight)))
 
 
 def zipf_counts(vocab: int) -> np.ndarray:
@@ -217,3 +265,59 @@ def _gradient(variables, tokens_BT, key, *, model):
     return apply(lambda m, e: m.head.log_prob(body(m, e), drawn).sum(), vectors)
 
   return jax.grad(log_prob)(vectors.astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Places:
+  """In place of a hash: a row of its own for each place of a text, so that a table is a gradient.
+
+  Attributes:
+    vocab: number of tokens, V.
+    order: length of the longest n-gram, n.
+    heads: number of rows that a token reads, H.
+    pad: the token before a text.
+    length: number of tokens of the text.
+  """
+
+  vocab: int
+  order: int
+  heads: int
+  pad: int
+  length: int
+
+  @property
+  def rows(self) -> int:
+    return self.length * self.heads
+
+  def __call__(self, tokens, previous=None):
+    del previous
+    return jnp.broadcast_to(
+      jnp.arange(self.rows).reshape(self.length, self.heads), (*tokens.shape, self.heads)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("model", "number"))
+def _squares(variables, tokens_BT, key, *, model, number):
+  """Sum of the squared gradients of each head of a memory, by the vectors that it reads, [H]."""
+  memory, name = model.memories[number], f"memories_{number}"
+  of, width = memory.lookup.ngrams, memory.lookup.table.dim
+  vectors = model.apply(variables, tokens_BT, method=lambda m, t: m.memories[number].lookup(t))
+  places = _Places(of.vocab, of.order, of.heads, of.pad, tokens_BT.shape[1])
+  memories = list(model.memories)
+  lookup = memory.lookup.clone(ngrams=places, table=DenseEmbedding(places.rows, width))
+  memories[number] = memory.clone(lookup=lookup)
+  by_place = model.clone(memories=tuple(memories))
+  own = {kind: dict(tree[name]) for kind, tree in variables.items() if name in tree}
+  for tree in own.values():
+    tree.pop("lookup", None)
+  others = dict(variables) | {kind: variables[kind] | {name: tree} for kind, tree in own.items()}
+
+  def apply(rows, method, *args):
+    given = own["params"] | {"lookup": {"table": {"weight": rows}}}
+    params = others["params"] | {name: given}
+    return by_place.apply(others | {"params": params}, *args, method=method)
+
+  rows = vectors.reshape(-1, width).astype(jnp.float32)
+  drawn = apply(rows, lambda m, t, k: m.head.sample(m.hidden(t), k), tokens_BT, key)
+  log_prob = lambda rows: apply(rows, lambda m: m.log_prob(tokens_BT, drawn).sum())
+  return jnp.square(jax.grad(log_prob)(rows)).reshape(-1, of.heads, width).sum((0, 2))

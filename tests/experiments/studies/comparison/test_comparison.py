@@ -14,15 +14,8 @@ from vqjax.lab.data import fit_tokenizer
 from vqjax.tables import Moments
 
 
-@pytest.mark.parametrize("name", page.NAMES)
-def test_every_kept_result_is_of_the_configuration_that_the_code_has(name):
-  """A code move must not change the identity of a result."""
-  jobs = page.work_of(name).job_list()
-  assert jobs.current() == jobs.results.read() != {}
-
-
 def test_a_distilled_row_learns_from_the_teacher_of_its_seed():
-  jobs = {job.name: job for job in page.work_of("ptb").job_list().jobs}
+  jobs = {job.name: job for job in page.works()["ptb"].job_list().jobs}
   assert "dense-contexts/run-s2" in jobs["product-distilled/run-s2"].needs
   assert "dense-contexts/run" in jobs["product-distilled/tuning"].needs
   needs = {"tied-contexts/run-s1", "tied-contexts/tuning"}
@@ -79,7 +72,7 @@ def test_the_row_of_seen_tokens_has_a_code_for_each(real_data, monkeypatch):
 
 
 def test_the_learning_rate_of_manual_pages_is_what_most_tunings_of_penn_treebank_chose():
-  kept = page.work_of("ptb").results.read()
+  kept = page.works()["ptb"].results.read()
   study = manuals.study()
   found = [kept[f"{name}/tuning"] for name in study.trained if f"{name}/tuning" in kept]
   chosen = [tuple(each["chosen"].items()) for each in found]

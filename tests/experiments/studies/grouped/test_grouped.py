@@ -1,18 +1,19 @@
-"""The study of the grouped head: rows, tables, the page and the command."""
+"""The studies of the grouped head: rows, tables, what is measured, and grades of stories."""
 
-import dataclasses
-import functools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from configs.grouped.lm import dense, language_model
-from experiments.studies.grouped import report, rows, run, stories
+from experiments.studies.grouped import language, measured, page, pictures, sizes, stories
+from experiments.studies.grouped.spread import SpreadTokenizer
 from tests import tiny
-from vqjax.lab.config import Train, with_vocab
-from vqjax.lab.data import Text, WordTokenizer
-from vqjax.sharding import MeshShape
+from vqjax.commands.study import main
+from vqjax.lab.config import with_vocab
+from vqjax.lab.data import WordTokenizer
 
 
 def cells(frame, label):
@@ -21,34 +22,32 @@ def cells(frame, label):
   return next(row for row in frame.to_dict("records") if next(iter(row.values())) == label)
 
 
-def kept(nats, **beside):
-  result = {"status": "finished", "test": {"nats_per_token": nats}}
-  return {"result": result, **beside}
+def kept(nats):
+  return {"result": {"status": "finished", "test": {"nats_per_token": nats}}}
 
 
-def test_a_language_model_has_its_loss_and_differences_and_grades_stand_above_the_papers():
+def test_a_language_model_has_its_loss_and_differences():
   results = {
-    "lm-128/gpt-2": kept(4.0),
-    "lm-128/grouped": kept(4.125),
-    "lm-128/gpt-neo": {"result": {"status": "failed", "error": "the loss is nan"}},
-    "lm-128/frequency": kept(4.0625),
-    "grades/lm-128-grouped": kept(1.0, grades={"grammar": 3.5, "age": 5.0}, graded=28),
+    "lm-128-gpt-2/run": kept(4.0),
+    "lm-128-grouped/run": kept(4.125),
+    "lm-128-gpt-neo/run": {"result": {"status": "failed", "error": "the loss is nan"}},
+    "lm-128-frequency/run": kept(4.0625),
   }
-  tables = report.tables(results, "cpu")
-  row = cells(tables["language"], "lm-128: grouped, by frequency")
+  studies = {"language": language.study(), "sizes": sizes.study(), "pictures": pictures.study()}
+  both = {name: (study, results) for name, study in studies.items()}
+  table = page.tables(both)["language"]
+  row = cells(table, "lm-128: grouped, by frequency")
   assert list(row.values())[1:] == ["4.062", "+0.062", "-0.062"]
-  assert cells(tables["language"], "lm-128: GPT-Neo")["nats"] == "failed"
-  assert len(tables["language"]) == 4
-  missing = report._not_run(results)
-  assert "lm-128: grouped, by clusters (`lm-128/clusters`); " in missing
-  assert "`lm-128/gpt-neo`" not in missing
-  assert cells(tables["grades"], "grades/lm-128-grouped")["age"] == 5
-  assert cells(tables["grades"], "lm-512/grouped")["plot"] == "5.475"  # the paper's
+  assert cells(table, "lm-128: GPT-Neo")["nats"] == "failed"
+  assert len(table) == 4
+  missing = page.not_run(*both["language"])
+  assert "lm-128: grouped, by clusters (`lm-128-clusters`); " in missing
+  assert "`lm-128-gpt-neo`" not in missing
 
 
 def test_a_step_that_the_compiler_refused_has_failed_and_another_is_missing():
   steps = {"128": {"grouped": {"peak_bytes": 1e9, "error": "x"}, "gpt-neo": {"error": "x"}}}
-  frame = report._by_width(steps, report.QUANTITIES["memory"]).set_index("width")
+  frame = page._by_width(steps, page.QUANTITIES["memory"]).set_index("width")
   lines = frame.loc[["128 (8.1 M): GB, as compiled", "128 (8.1 M): GB, recomputing"]]
   assert list(lines["grouped"]) == ["failed", "1.00"]
   assert list(lines["GPT-Neo"]) == ["failed", "failed"]
@@ -56,10 +55,10 @@ def test_a_step_that_the_compiler_refused_has_failed_and_another_is_missing():
 
 
 def test_every_row_of_the_paper_is_a_row_of_the_study():
-  jobs = {job.name for job in run.jobs("paper")}
-  steps = {f"{dim}/{model}" for dim in report.WIDTHS for model in report.MODELS}
-  for table, of_rows in report.PAPER.items():
-    assert of_rows.keys() <= (steps if table in ("2", "3") else jobs)
+  steps = {f"{dim}/{model}": None for dim in page.WIDTHS for model in page.MODELS}
+  rows = {"1": language.paper().rows, "pictures": pictures.paper().rows}
+  for table, printed in page.PAPER.items():
+    assert printed.keys() <= rows.get(table, steps).keys()
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def test_a_kept_curve_averages_the_losses_between_its_points(tmp_path):
   metrics = [{"step": step, "loss": float(step % 2)} for step in range(1, 121)]
   metrics.append({"step": 120, "valid": {"nats_per_token": 3.0, "accuracy": 0.25}})
   tiny.write_rows(tmp_path, metrics)
-  curves = run.curves(None, tmp_path)["curves"]
+  curves = measured.curves(None, tmp_path)["curves"]
   assert len(curves["train"]) == 60
   assert {loss for _, loss in curves["train"]} == {0.5}
   assert curves["accuracy"] == [[120, 0.25]]
@@ -85,58 +84,61 @@ def test_a_kept_curve_averages_the_losses_between_its_points(tmp_path):
 def test_spread_tokens_are_the_same_text():
   inner = WordTokenizer(split=False)
   fit = lambda tokenizer: tokenizer.fit(lambda: ["a b c d", "b a"])
-  small, large = fit(inner), fit(rows.SpreadTokenizer(inner, 50))
+  small, large = fit(inner), fit(SpreadTokenizer(inner, 50))
   assert (large.vocab, large.stride) == (50, 50 // small.vocab)
   tokens = large.encode("d c a")
   assert tokens == [token * large.stride for token in small.encode("d c a")]
   assert large.decode(tokens) == small.decode(small.encode("d c a"))
-  loaded = rows.SpreadTokenizer(inner, 50).load(large.state())
+  loaded = SpreadTokenizer(inner, 50).load(large.state())
   assert loaded.encode("d c a") == tokens
 
 
-def test_the_options_of_the_judge_need_each_other(capsys):
-  for arguments in (["--judge-url", "http://127.0.0.1:1/v1"], ["--judge-model", "m"]):
-    with pytest.raises(SystemExit, match="2"):
-      run.main([*arguments, "--list"])
-    assert "--judge-model" in capsys.readouterr().err
+SMOKE = """\
+import functools
+
+from configs.grouped.lm import dense, language_model
+from experiments.studies.grouped.language import language_models, measurements, some
+from experiments.studies.grouped.spread import SpreadTokenizer
+from vqjax.lab.config import Train
+from vqjax.lab.data import Text, WordTokenizer
+from vqjax.lab.study import Study
+from vqjax.sharding import MeshShape
 
 
-@pytest.fixture
-def smoke(tmp_path, monkeypatch):
-  """A scale that takes seconds, in an empty folder."""
+def study():
   steps = {"steps": 4, "warmup": 2, "log_every": 2, "eval_every": 4, "save_every": 4}
   train = Train(batch=8, mesh=MeshShape(data=1), **steps)
-  data = Text(str(tiny.write_text(tmp_path / "text")), valid_fraction=0.2, test_fraction=0.2)
+  data = Text("text", valid_fraction=0.2, test_fraction=0.2)
   shape = {"layers": 2, "heads": 2, "context": 16}
   make = functools.partial(language_model, data=data, train=train, **shape)
   small = functools.partial(make, tokenizer=WordTokenizer())
-  wide = functools.partial(make, tokenizer=rows.SpreadTokenizer(WordTokenizer(), 1000))
-  found = [
-    *rows.language_models("runs/grouped/smoke/lm-16", small, 16, train, window=8),
-    *rows.some(("grouped",), "runs/grouped/smoke/wide", wide, 16),
-  ]
-  monkeypatch.setitem(rows.ROWS, "smoke", {row.job: row for row in found})
-  monkeypatch.setattr(run, "STUDY", dataclasses.replace(run.STUDY, scales=("smoke",)))
-  monkeypatch.setattr(run, "STORIES", {"stories": 2, "tokens": 4})
-  monkeypatch.chdir(tmp_path)
+  wide = functools.partial(make, tokenizer=SpreadTokenizer(WordTokenizer(), 1000))
+  rows = language_models("lm-16", small, 16, train, window=8)
+  rows |= some(("grouped",), "wide", wide, 16)
+  return Study(small("base", dense, 16), rows, seeds=1, measure=measurements)
+"""
 
 
 @pytest.mark.slow
-def test_the_command_runs_resumes_grades_and_renders(smoke, monkeypatch, capsys):
-  jobs = "lm-16/gpt-2,lm-16/converted-frequency,top/wide"
-  assert run.main(["--scale", "smoke", "--only", jobs]) == 0
-  before = run.STUDY.read("smoke")
-  assert before.keys() == {*jobs.split(","), "wide/grouped"}
-  grade = {"grammar": 4.0, "age": 6.5}
-  monkeypatch.setattr(stories, "assessed", lambda url, model, pairs: [grade for _ in pairs])
-  judge = ["--judge-url", "http://127.0.0.1:1/v1", "--judge-model", "m"]
-  assert run.main(["--scale", "smoke", *judge, "--only", "grades/lm-16-gpt-2"]) == 0
-  after = run.STUDY.read("smoke")
-  assert {name: after[name] for name in before} == before  # nothing ran again
-  assert after["grades/lm-16-gpt-2"]["grades"] == grade
-  capsys.readouterr()
-  assert run.main(["--scale", "smoke", "--render", *judge]) == 0
-  shown = capsys.readouterr().out
-  assert all(title in shown for title in ("language", "top", "grades"))
-  tests = [after[f"lm-16/{name}"]["result"]["test"] for name in ("gpt-2", "converted-frequency")]
+def test_a_study_trains_converts_times_and_its_runs_are_graded(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  tiny.write_text(tmp_path / "text")
+  pathlib.Path("smoke.py").write_text(SMOKE)
+  names = "lm-16-gpt-2", "lm-16-converted-frequency", "wide-grouped"
+  assert main(["smoke.py", "--out", ".", "--only", ",".join(f"{name}/run" for name in names)]) == 0
+  lines = map(json.loads, pathlib.Path("results.jsonl").read_text().splitlines())
+  found = {line["name"]: line for line in lines}
+  assert found["wide-grouped/run"]["top"]["vocab"] == 1000
+  tests = [found[f"{name}/run"]["result"]["test"] for name in names[:2]]
   assert tests[0]["tokens"] == tests[1]["tokens"] > 0
+
+  grade = {"grammar": 4.25, "age": 6.5}
+  monkeypatch.setattr(stories, "assessed", lambda url, model, pairs: [grade for _ in pairs])
+  monkeypatch.setattr(stories, "MOST_TOKENS", 4)
+  pathlib.Path("stories.txt").write_text("One two.\n<|endoftext|>\nThree four five.\n")
+  (run,) = pathlib.Path("runs").glob("lm-16-gpt-2-*")
+  judge = ["--judge-url", "http://127.0.0.1:1/v1", "--judge-model", "m"]
+  stories.main([str(run), *judge, "--held-out", str(tmp_path / "stories.txt")])
+  shown = capsys.readouterr().out
+  assert "4.25" in shown
+  assert "lm-512-grouped" in shown

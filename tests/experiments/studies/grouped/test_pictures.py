@@ -10,7 +10,7 @@ import pytest
 from configs.grouped.shapes import dense, grouped, shapes_run
 from experiments.studies.grouped import shapes
 from experiments.studies.grouped.convnet import ConvNet
-from experiments.studies.grouped.pictures import Drawn, Shapes
+from experiments.studies.grouped.drawings import Drawn, Shapes
 from experiments.studies.grouped.shapes import Grid
 from vqjax import DenseHead, GroupedHead
 from vqjax.lab.config import Train

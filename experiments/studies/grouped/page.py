@@ -1,5 +1,9 @@
-"""Tables and figures of the grouped head's study."""
+"""The page of the grouped head, from the kept results of its three studies and the paper's numbers.
 
+python -m experiments.studies.grouped.page
+"""
+
+import functools
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,11 +15,16 @@ from matplotlib.figure import Figure
 
 from experiments.studies import study_page
 from experiments.studies.grouped import shapes
-from experiments.studies.grouped.rows import ROWS
 from experiments.studies.study_page import DOCS
 from vqjax.lab.report.frames import markdown
+from vqjax.lab.study import Study
 from vqjax.lab.study.seeds import Results
 from vqjax.lm.pages import INK, SERIES
+
+NAMES = "language", "sizes", "pictures"
+"""The studies."""
+
+works = functools.partial(study_page.works, "grouped", NAMES)
 
 PAPER = study_page.read_paper(pathlib.Path(__file__).with_name("paper.csv"))
 
@@ -24,6 +33,10 @@ WIDTHS = {"128": "8.1 M", "256": "19.3 M", "1024": "152 M", "2048": "659 M"}
 
 SHOWN_WIDTHS = {"memory": ("128 ", "2048 "), "speed": ("128 ",)}
 """The widths of Tables 2 and 3 that the page shows; the CSV files have all."""
+
+CONTROLS = dict.fromkeys(("tuned", "tuned-frequency", "tuned-distilled"), "gpt-2-more")
+CONTROLS |= dict.fromkeys(("shuffled", "frequency", "clusters", "unshared", "distilled"), "grouped")
+"""Language model -> the one that has read as many tokens, to compare the loss with."""
 
 SQRT = 224
 """floor(sqrt V) of GPT-2's vocabulary."""
@@ -115,14 +128,14 @@ MEMORY = {
 """What the bench compiles for groups of each size -> its label."""
 
 
-def tables(results: Results, scale: str, docs: pathlib.Path = DOCS) -> dict[str, pd.DataFrame]:
+def tables(kept: study_page.Kept, docs: pathlib.Path = DOCS) -> dict[str, pd.DataFrame]:
   """The tables by the names of their blocks."""
   loss, sizes = (study_page.bench(docs, f"grouped-{name}") for name in ("loss", "sizes"))
-  tops = [kept["top"] for kept in results.values() if "top" in kept]
+  tops = [one["top"] for one in kept["language"][1].values() if "top" in one]
   measured = {
-    "language": ("model", _language(results, scale)),
-    "groups": ("groups", {f"{n:,}": kept for n, kept in _by_groups(results, scale).items()}),
-    "pictures": ("model", _pictures(results)),
+    "language": ("model", language_lines(*kept["language"])),
+    "groups": ("groups", {f"{n:,}": one for n, one in _by_groups(*kept["sizes"]).items()}),
+    "pictures": ("model", _pictures(*kept["pictures"])),
     "top": ("V", {f"{top['vocab']:,}": top for top in tops}),
     "loss": ("head", {LOSSES.get(name, name): row for name, row in loss["rows"].items()}),
     "least": ("memory of", {label: sizes["least"][name] for name, label in MEMORY.items()}),
@@ -135,17 +148,13 @@ def tables(results: Results, scale: str, docs: pathlib.Path = DOCS) -> dict[str,
     for name, (first, lines) in measured.items()
   }
   steps = study_page.bench(docs, "grouped-steps")
-  frames |= {name: _by_width(steps, quantities) for name, quantities in QUANTITIES.items()}
-  grades = {name: kept["grades"] for name, kept in results.items() if "grades" in kept}
-  if grades:
-    frames["grades"] = pd.DataFrame(grades | PAPER["1"]).T.rename_axis("model").reset_index()
-  return {name: frame for name, frame in frames.items() if len(frame)}
+  return frames | {name: _by_width(steps, quantities) for name, quantities in QUANTITIES.items()}
 
 
-def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
+def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks, the figures and CSV files of the page; return their paths."""
-  frames = tables(results, "cpu", docs)
-  frames.pop("grades", None)  # the page has none
+  kept = study_page.current(works())
+  frames = tables(kept, docs)
   whole = {f"grouped-{name}.csv": frames[name] for name in ("groups", "memory", "speed")}
   for name, widths in SHOWN_WIDTHS.items():
     frames[name] = frames[name][frames[name]["width"].str.startswith(widths)]
@@ -153,54 +162,52 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   frames["groups"] = frames["groups"].loc[sorted({0, loss.argmax(), len(loss) - 1})]
   blocks = {name: markdown(frame) for name, frame in frames.items()}
   blocks["drawing"] = _drawing(study_page.bench(docs, "grouped-images"))
-  blocks["language"] += f"\n\n{_not_run(results)}"
+  blocks["language"] += f"\n\n{not_run(*kept['language'])}"
   figures = {
-    "grouped-losses.png": losses_figure(results),
-    "grouped-pictures.png": pictures_figure(results),
+    "grouped-losses.png": losses_figure(*kept["language"]),
+    "grouped-pictures.png": pictures_figure(kept["pictures"][1]),
     "grouped-shapes.png": shapes_figure(),
-    "grouped-sizes.png": sizes_figure(results, study_page.bench(docs, "grouped-sizes")),
+    "grouped-sizes.png": sizes_figure(
+      _by_groups(*kept["sizes"]), study_page.bench(docs, "grouped-sizes")
+    ),
   }
-  return study_page.publish_page(docs, "grouped", results, blocks, figures, whole)
+  return study_page.publish_page(docs, "grouped", kept, blocks, figures, whole)
 
 
-def _labels(scale: str) -> dict[str, str]:
-  """Language model of a scale -> its label."""
-  settings = {job: job.split("/")[0] for job in ROWS[scale]}
-  labels = {job: f"{setting}: {ROWS[scale][job].label}" for job, setting in settings.items()}
-  return {job: label for job, label in labels.items() if label.startswith(("lm", "wide"))}
-
-
-def _language(results: Results, scale: str) -> dict[str, Any]:
+def language_lines(study: Study, results: Results) -> dict[str, Any]:
   """Label of a language model -> its result and the differences from others in nats."""
-  tests = {job: kept["result"].get("test", {}) for job, kept in results.items()}
-  nats = {job: test["nats_per_token"] for job, test in tests.items() if "nats_per_token" in test}
+  tests = {name: results.get(f"{name}/run", {"result": {}})["result"] for name in study.rows}
+  nats = {name: one["test"]["nats_per_token"] for name, one in tests.items() if "test" in one}
   lines = {}
-  for job, label in _labels(scale).items():
-    if job in results:
-      lines[label] = dict(results[job])
-      for name, other in {"over dense": "gpt-2", "over control": ROWS[scale][job].control}.items():
-        reference = f"{job.split('/')[0]}/{other}"
-        if {job, reference} <= nats.keys():
-          lines[label][name] = nats[job] - nats[reference]
+  for name in study.rows:
+    if f"{name}/run" in results:
+      line = lines[label := study.row(name).label] = dict(results[f"{name}/run"])
+      setting = label.partition(":")[0]
+      control = CONTROLS.get(name.removeprefix(f"{setting}-"))
+      for title, other in {"over dense": "gpt-2", "over control": control}.items():
+        if {name, reference := f"{setting}-{other}"} <= nats.keys():
+          line[title] = nats[name] - nats[reference]
   return lines
 
 
-def _not_run(results: Results) -> str:
-  """A sentence on the language models without a result, with their names for `--only`."""
-  missing = [f"{label} (`{job}`)" for job, label in _labels("cpu").items() if job not in results]
+def not_run(study: Study, results: Results) -> str:
+  """A sentence on the rows without a result, with their names for `--only`."""
+  names = [name for name in study.rows if f"{name}/run" not in results]
+  missing = [f"{study.row(name).label} (`{name}`)" for name in names]
   return f"Not run: {'; '.join(missing)}." if missing else "All rows of this table were run."
 
 
-def _by_groups(results: Results, scale: str) -> dict[int, Any]:
+def _by_groups(study: Study, results: Results) -> dict[int, Any]:
   """Number of groups -> the result of the model that was trained with it."""
-  numbers = {job: job.partition("groups-")[2] for job in ROWS[scale]}
-  return {int(number): results[job] for job, number in numbers.items() if number and job in results}
+  numbers = {name: int(name.removeprefix("groups-")) for name in study.rows}
+  return {n: results[f"{name}/run"] for name, n in numbers.items() if f"{name}/run" in results}
 
 
-def _pictures(results: Results) -> dict[str, Any]:
-  printed = PAPER["pictures"].items()
-  label = lambda job: ROWS["cpu"][job].label
-  return {label(job): {**results.get(job, {}), "printed": cells} for job, cells in printed}
+def _pictures(study: Study, results: Results) -> dict[str, Any]:
+  return {
+    study.row(name).label: {**results.get(f"{name}/run", {}), "printed": cells}
+    for name, cells in PAPER["pictures"].items()
+  }
 
 
 def _by_width(steps: Mapping[str, Any], quantities: Mapping[str, Column]) -> pd.DataFrame:
@@ -268,23 +275,26 @@ def _figure(
   return figure
 
 
-def _curve(results: Results, job: str, name: str) -> list[tuple[float, float]]:
-  return results.get(job, {}).get("curves", {}).get(name, [])
+def _curve(results: Results, row: str, name: str) -> list[tuple[float, float]]:
+  return results.get(f"{row}/run", {}).get("curves", {}).get(name, [])
 
 
-def losses_figure(results: Results) -> Figure:
+def losses_figure(study: Study, results: Results) -> Figure:
   """Training loss of the models from scratch, a panel for each width."""
-  scratch = {job: row.label for job, row in ROWS["cpu"].items() if not row.needs}
-  lines = lambda name: {
-    label: _curve(results, job, "train") for job, label in scratch.items() if job.startswith(name)
-  }
-  panels = [(name, "nats per token", lines(name)) for name in ("lm-128", "lm-64")]
+  scratch = [name for name in study.trained if not study.begins_from(name)]
+  panels = []
+  for width in ("lm-128", "lm-64"):
+    names = {study.row(name).label: name for name in scratch if name.startswith(width)}
+    lines = {
+      label.partition(": ")[2]: _curve(results, name, "train") for label, name in names.items()
+    }
+    panels.append((width, "nats per token", lines))
   return _figure(panels, (9.6, 3.6), "step", linewidth=1.2)
 
 
 def pictures_figure(results: Results) -> Figure:
   """Training loss, accuracy of the class, and accuracy of the group over steps."""
-  lines = lambda key: {x: _curve(results, f"pictures/{x}", key) for x in ("dense", "grouped")}
+  lines = lambda key: {row: _curve(results, row, key) for row in ("dense", "grouped")}
   titles = {
     "train": "training loss, nats",
     "accuracy": "validation accuracy",
@@ -293,7 +303,7 @@ def pictures_figure(results: Results) -> Figure:
   return _figure([("", up, lines(key)) for key, up in titles.items()], (10.5, 3.2), "step")
 
 
-def sizes_figure(results: Results, cost: Mapping[str, Any]) -> Figure:
+def sizes_figure(by_groups: Mapping[int, Any], cost: Mapping[str, Any]) -> Figure:
   """Memory by the compiler's account, and validation loss, by number of groups."""
   keys = {
     "training step": "peak_bytes",
@@ -302,8 +312,7 @@ def sizes_figure(results: Results, cost: Mapping[str, Any]) -> Figure:
   }
   of = lambda key: sorted((row["groups"], row[key] / 1e9) for row in cost["sizes"])
   memory = {label: of(key) for label, key in keys.items()}
-  by_groups = _by_groups(results, "cpu").items()
-  loss = [(n, kept["result"]["valid"]["nats_per_token"]) for n, kept in by_groups]
+  loss = [(n, kept["result"]["valid"]["nats_per_token"]) for n, kept in by_groups.items()]
   panels = [
     ("", "GB, by the compiler's account", memory),
     ("", "validation loss, nats per token", {"trained models": loss}),
@@ -328,3 +337,8 @@ def shapes_figure() -> Figure:
   axes.set_xticks([])
   axes.spines[:].set_visible(False)
   return figure
+
+
+if __name__ == "__main__":
+  for path in update():
+    print(f"wrote {path}")

@@ -1,5 +1,9 @@
-"""Tables, figures and generated blocks of the page of DPQ."""
+"""The page of DPQ, from the kept results of its studies and the paper's numbers.
 
+python -m experiments.studies.dpq.page
+"""
+
+import functools
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from experiments.studies import study_page
-from experiments.studies.dpq.rows import rows
-from experiments.studies.dpq.settings import SCALES, STAND_INS, CodeSize, DPQSetting
-from experiments.studies.study_page import DOCS
+from experiments.studies.dpq.rows import CodeSize
+from experiments.studies.dpq.tasks import GRID
+from experiments.studies.study_page import DOCS, Kept
 from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
 from vqjax.lab.study.seeds import Results, Spread, finished_results, results_by_seed
@@ -22,43 +26,39 @@ from vqjax.lm.pages import INK, SERIES
 PRINTED = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))
 """The scores and compression ratios that the paper prints: table, "setting/row", column, value."""
 
-TABLES = {
-  "Table 3": "DPQ against the full embedding",
-  "Table 4": "Penn Treebank, language models of several sizes",
-  "Table 9": "Penn Treebank, other ways to compress",
-  "Table 10": "text classification, other ways to compress",
-  "Table 12": "keys and values tied or not",
-  "Table 13": "BERT, a pair task",
-}
-
-ON_PAGE = "Table 3", "Table 9", "Table 12"
+TABLES = "Table 3", "Table 9", "Table 12"
 """The tables of the page; the others have no measured row that is not in Table 3."""
 
 TITLES = {
-  "ptb-small": "PTB, small",
-  "ptb-short": "PTB, small, 3 epochs",
-  "ptb-medium": "PTB, medium",
-  "ptb-medium-smaller": "PTB, medium",
-  "ptb-medium-tied": "PTB, medium",
-  "wikitext-medium": "WikiText-2, medium",
+  "ptb_small": "PTB, small",
+  "ptb_short": "PTB, small, 3 epochs",
   "multi30k": "Multi30k, En-De",
-  "bert-pairs": "BERT, continuations",
-  "ag-news": "AG News",
+  "ag_news": "AG News",
   "dbpedia": "DBpedia",
 }
-"""Setting -> its name in tables."""
+"""Study -> its name in tables."""
+
+STAND_INS = {
+  ("Table 3", "ptb_medium_smaller"): "ptb_small",
+  ("Table 9", "ptb_medium"): "ptb_small",
+  ("Table 12", "ptb_medium_tied"): "ptb_short",
+  ("Table 3", "wmt"): "multi30k",
+}
+"""(table, the paper's setting) -> the study that stands in for it."""
+
+works = functools.partial(study_page.works, "dpq", (*TITLES, "ag_news_grid"), "tasks.py")
 
 KINDS = {"sx": "DPQ-SX", "vq": "DPQ-VQ"}
-WORDS_OF = "ptb-small"
-"""The setting whose neighbours and codes the page shows."""
+WORDS_OF = "ptb_small"
+"""The study whose neighbours and codes the page shows."""
 SHOWN_WORD, SHOWN_SUBSPACES = "`toronto`", "x130"
 """What the page shows of the tables of neighbours and of steps; the CSV files have all."""
 
 
-def scores_by_seed(results: Results, name: str) -> dict[int, float]:
-  """Score on the test split by seed: BLEU, accuracy in per cent or perplexity."""
-  kept, by_seed = results_by_seed(results, name), {}
-  for seed, result in finished_results(results, name).items():
+def scores_by_seed(results: Results, row: str) -> dict[int, float]:
+  """Score of a row on the test split by seed: BLEU, accuracy in per cent or perplexity."""
+  kept, by_seed = results_by_seed(results, f"{row}/run"), {}
+  for seed, result in finished_results(results, f"{row}/run").items():
     if "bleu" in kept[seed]:
       by_seed[seed] = kept[seed]["bleu"]["score"]
     elif "accuracy" in result["test"]:
@@ -68,52 +68,53 @@ def scores_by_seed(results: Results, name: str) -> dict[int, float]:
   return by_seed
 
 
-def compression_ratio(results: Results, name: str) -> float | None:
+def compression_ratio(results: Results, row: str) -> float | None:
   """Bytes of the float32 table over those of a row's inference form, or None."""
-  kept = [finished_results(results, row) for row in (f"{name.split('/')[0]}/full", name)]
+  kept = [finished_results(results, f"{name}/run") for name in ("full", row)]
   sizes = [one["embedding"]["shipped_bytes"] for by_seed in kept for one in [*by_seed.values()][:1]]
   return sizes[0] / sizes[1] if len(sizes) == 2 else None
 
 
-def dpq_table(results: Results, scale: str, name: str) -> pd.DataFrame:
-  """The measured rows of one of the paper's tables at a scale, beside the paper's numbers.
+def dpq_table(kept: Kept, name: str) -> pd.DataFrame:
+  """The measured rows of one of the paper's tables, beside the paper's numbers.
 
-  A setting with a dagger stands in for the paper's.
+  A study with a dagger stands in for the paper's setting.
   """
   lines = []
-  for row, printed in PRINTED[PRINTED.table == name].groupby("row", sort=False):
-    theirs, kind = row.split("/")
-    ours = theirs if theirs in SCALES[scale] else STAND_INS.get((name, theirs))
-    setting = SCALES[scale].get(ours)
-    label = {own.name: own.label for own in rows(setting)}.get(kind) if setting else None
-    if label is None or not results_by_seed(results, f"{ours}/{kind}"):
+  for printed_row, printed in PRINTED[PRINTED.table == name].groupby("row", sort=False):
+    setting, row = printed_row.split("/")
+    theirs = setting.replace("-", "_")
+    ours = theirs if theirs in kept else STAND_INS.get((name, theirs))
+    study, results = kept.get(ours, (None, {}))
+    if study is None or not results_by_seed(results, f"{row}/run"):
       continue
     published = dict(zip(printed.column, printed.value, strict=True))
     title = TITLES[ours] + ("" if ours == theirs else " †")
     lines.append(
       {
-        "run": f"{title}: {label}",
+        "run": f"{title}: {study.row(row).label}",
         "paper": f"{published['score']:g}",
         "paper's ratio": _show(published.get("ratio"), "{:,.1f}"),
-        **_measured(results, f"{ours}/{kind}"),
+        **_measured(results, row),
       }
     )
   return pd.DataFrame(lines)
 
 
-def _measured(results: Results, name: str) -> dict[str, str | None]:
-  kept, result = results_by_seed(results, name), finished_results(results, name)
-  score, full = scores_by_seed(results, name), scores_by_seed(results, f"{name.split('/')[0]}/full")
+def _measured(results: Results, row: str) -> dict[str, str | None]:
+  every = results_by_seed(results, f"{row}/run")
+  finished = finished_results(results, f"{row}/run")
+  score, full = scores_by_seed(results, row), scores_by_seed(results, "full")
   # Paired by seed, since the seed also orders the training data.
   difference = Spread.of([score[seed] - full[seed] for seed in sorted(score.keys() & full)])
-  lost = next((one["embedding"].get("lost") for one in result.values()), None)
+  lost = next((one["embedding"].get("lost") for one in finished.values()), None)
   mean = Spread.of(list(score.values()))
-  failed = f"{len(kept) - len(result)} failed" if len(kept) > len(result) else None
+  failed = f"{len(every) - len(finished)} failed" if len(every) > len(finished) else None
   return {
     "measured": ", ".join(filter(None, (mean and mean.show(2), failed))),
     "- full": difference and difference.show(2, "+"),
     "lost, %": _show(lost and 100 * lost, "{:.1f}"),
-    "ratio": _show(compression_ratio(results, name), "{:,.1f}"),
+    "ratio": _show(compression_ratio(results, row), "{:,.1f}"),
   }
 
 
@@ -149,8 +150,8 @@ def inference_cost(cost: Mapping[str, Any]) -> pd.DataFrame:
 def neighbours(results: Results) -> pd.DataFrame:
   """Tables 5 to 7: the nearest words of some words."""
   kept = {
-    label: results.get(f"{WORDS_OF}/{kind}", {}).get("neighbours", {})
-    for kind, label in (("full", "Full"), *KINDS.items())
+    label: results.get(f"{row}/run", {}).get("neighbours", {})
+    for row, label in (("full", "Full"), *KINDS.items())
   }
   lines = [
     (f"`{word}`", label, ", ".join(f"`{other}`" for other, _ in nearest[word][:4]))
@@ -161,28 +162,19 @@ def neighbours(results: Results) -> pd.DataFrame:
   return pd.DataFrame(lines, columns=["word", "embedding", "nearest"])
 
 
-def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
-  """The tables of the terminal by their titles."""
-  every = {f"{name}: {title}": dpq_table(results, scale, name) for name, title in TABLES.items()}
-  # All rows of a table may run elsewhere.
-  return {title: frame for title, frame in every.items() if len(frame)}
-
-
 def _without_setting(frame: pd.DataFrame) -> pd.DataFrame:
   """The rows of a table without the setting in their labels, where all have the same."""
   parts = frame["run"].str.partition(": ")
   return frame.assign(run=parts[2]) if parts[0].nunique() == 1 else frame
 
 
-def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
+def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks, the figures and CSV files of the page; return their paths."""
-  cost, grid = study_page.bench(docs, "dpq"), SCALES["cpu"]["ag-news-grid"]
-  training, nearest = training_cost(cost["training"]), neighbours(results)
+  kept, cost = study_page.current(works()), study_page.bench(docs, "dpq")
+  (_, of_grid), (_, of_words) = kept["ag_news_grid"], kept[WORDS_OF]
+  training, nearest = training_cost(cost["training"]), neighbours(of_words)
   frames = {
-    **{
-      name.lower().replace(" ", "-"): _without_setting(dpq_table(results, "cpu", name))
-      for name in ON_PAGE
-    },
+    **{name.lower().replace(" ", "-"): _without_setting(dpq_table(kept, name)) for name in TABLES},
     "neighbours": nearest[nearest["word"] == SHOWN_WORD],
     "training-cost": training[training["K x M"].str.endswith(SHOWN_SUBSPACES)],
     "inference-cost": inference_cost(cost),
@@ -193,12 +185,12 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   with matplotlib.rc_context(STYLE):
     figures = {
       "dpq-cost.png": cost_figure(cost["training"]),
-      "dpq-heat.png": heat_figure(results, grid),
-      "dpq-trade.png": trade_figure(results, grid),
-      "dpq-codes.png": usage_figure(results),
+      "dpq-heat.png": heat_figure(of_grid),
+      "dpq-trade.png": trade_figure(of_grid),
+      "dpq-codes.png": usage_figure(of_words),
     }
   whole = {"dpq-neighbours.csv": nearest, "dpq-steps.csv": training}
-  return study_page.publish_page(docs, "dpq", results, blocks, figures, whole)
+  return study_page.publish_page(docs, "dpq", kept, blocks, figures, whole)
 
 
 STYLE = {
@@ -212,27 +204,27 @@ STYLE = {
 } | dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), INK)
 
 
-def _grid(results: Results, s: DPQSetting, kind: str, shared: bool) -> np.ndarray:
-  """Score and ratio of a setting's grid, [K, M, 2]; nan where it was not measured."""
-  values = np.full((len(s.grid[0]), len(s.grid[1]), 2), np.nan)
+def _grid(results: Results, kind: str, shared: bool) -> np.ndarray:
+  """Score and ratio of the grid, [K, M, 2]; nan where it was not measured."""
+  values = np.full((len(GRID[0]), len(GRID[1]), 2), np.nan)
   for i, j in np.ndindex(values.shape[:2]):
-    name = f"{s.name}/{kind}-{CodeSize(s.grid[0][i], s.grid[1][j], shared)}"
-    if score := scores_by_seed(results, name):
-      values[i, j] = np.mean(list(score.values())), compression_ratio(results, name)
+    row = f"{kind}-{CodeSize(GRID[0][i], GRID[1][j], shared)}"
+    if score := scores_by_seed(results, row):
+      values[i, j] = np.mean(list(score.values())), compression_ratio(results, row)
   return values
 
 
-def heat_figure(results: Results, s: DPQSetting) -> Figure:
+def heat_figure(results: Results) -> Figure:
   """Figures 3 and 7: score and ratio over K and M, with separate codebooks."""
-  grids = {kind: _grid(results, s, kind, shared=False) for kind in KINDS}
+  grids = {kind: _grid(results, kind, shared=False) for kind in KINDS}
   panels = {f"{label}: accuracy, %": grids[kind][..., 0] for kind, label in KINDS.items()}
   panels["compression ratio"] = grids["sx"][..., 1]
   figure = Figure(figsize=(9.6, 3.2))
   for axes, (title, values) in zip(figure.subplots(1, 3), panels.items(), strict=True):
     axes.imshow(values, cmap="Blues", aspect="auto")
     axes.set(title=title, xlabel="subspaces, M", ylabel="codes, K")
-    axes.set_xticks(range(len(s.grid[1])), s.grid[1])
-    axes.set_yticks(range(len(s.grid[0])), s.grid[0])
+    axes.set_xticks(range(len(GRID[1])), GRID[1])
+    axes.set_yticks(range(len(GRID[0])), GRID[0])
     middle = (np.nanmin(values) + np.nanmax(values)) / 2
     for (i, j), value in np.ndenumerate(values):
       text = units.MISSING if np.isnan(value) else f"{value:.1f}"
@@ -240,7 +232,7 @@ def heat_figure(results: Results, s: DPQSetting) -> Figure:
   return figure
 
 
-def trade_figure(results: Results, s: DPQSetting) -> Figure:
+def trade_figure(results: Results) -> Figure:
   """Figure 8: score against ratio, with a line through the best scores."""
   figure = Figure(figsize=(7.2, 4.2))
   axes = figure.add_subplot()
@@ -249,14 +241,14 @@ def trade_figure(results: Results, s: DPQSetting) -> Figure:
       (False, label, color, "-"),
       (True, f"{label}, shared", "white", "--"),
     ):
-      points = _grid(results, s, kind, shared).reshape(-1, 2)
+      points = _grid(results, kind, shared).reshape(-1, 2)
       points = points[~np.isnan(points).any(axis=1)]
       if len(points):
         style = {"markeredgecolor": color, "markerfacecolor": fill, "markersize": 5}
         axes.plot(points[:, 1], points[:, 0], "o", label=name, **style)
         best = -np.array(study_page.frontier((-points[:, ::-1]).tolist()))
         axes.plot(*best.T, line, color=color, linewidth=1)
-  full = list(scores_by_seed(results, f"{s.name}/full").values())
+  full = list(scores_by_seed(results, "full").values())
   axes.axhline(np.mean(full), color=INK, linewidth=0.8, label="full")
   axes.set(xscale="log", xlabel="compression ratio of the embedding", ylabel="accuracy, %")
   axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -270,7 +262,7 @@ def usage_figure(results: Results) -> Figure:
   """Figure 5: the number of words on each code of each subspace."""
   figure = Figure(figsize=(3.6 * len(KINDS), 3.6))
   for axes, (kind, label) in zip(figure.subplots(1, len(KINDS)), KINDS.items(), strict=True):
-    counts_MK = results[f"{WORDS_OF}/{kind}"]["codes"]["counts"]
+    counts_MK = results[f"{kind}/run"]["codes"]["counts"]
     figure.colorbar(axes.imshow(counts_MK, cmap="Blues", aspect="auto"), ax=axes)
     axes.set(title=label, xlabel="code", ylabel="subspace")
   return figure
@@ -293,3 +285,8 @@ def cost_figure(cost: Mapping[str, Mapping[str, float]]) -> Figure:
     axes.set(xlabel="codes, K", ylabel=f"{title}, times the full embedding's")
   figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", handlelength=3)
   return figure
+
+
+if __name__ == "__main__":
+  for path in update():
+    print(f"wrote {path}")

@@ -2,9 +2,8 @@
 
 import pytest
 
-from experiments.studies.vq_logits import report
-from experiments.studies.vq_logits.report import ABLATIONS, MAIN, PAPER
-from experiments.studies.vq_logits.settings import CPU, SCALES
+from experiments.studies.vq_logits import page, ptb, web, wikitext
+from experiments.studies.vq_logits.page import ABLATIONS, MAIN, PAPER
 from vqjax.lab.study.seeds import Spread
 
 FULL_BYTES = 10_000 * 128 * 4
@@ -25,21 +24,21 @@ def results():
   """Two seeds of the full softmax and of a product head, one seed of a codebook."""
   failed = {"status": "failed", "error": "the loss is nan"}
   return {
-    "ptb/full": kept(100.0),
-    "ptb/full-s1": kept(120.0),
-    "ptb/full-s2": {"result": failed},
-    "ptb/vq-256": kept(300.0, 171_072, "CodebookHead", {"uniform": 20.0, "bias": 5.0}),
-    "ptb/product": kept(101.0, FULL_BYTES // 20, "ProductHead"),
-    "ptb/product-s1": kept(118.0, FULL_BYTES // 20, "ProductHead"),
-    "ptb/product-learned": kept(90.0, 99 * FULL_BYTES, "LearnedProductHead"),
-    "ptb/full-scratch": kept(80.0),
-    "ptb/adaptive": kept(88.0),
+    "full/run": kept(100.0),
+    "full/run-s1": kept(120.0),
+    "full/run-s2": {"result": failed},
+    "vq-256/run": kept(300.0, 171_072, "CodebookHead", {"uniform": 20.0, "bias": 5.0}),
+    "product/run": kept(101.0, FULL_BYTES // 20, "ProductHead"),
+    "product/run-s1": kept(118.0, FULL_BYTES // 20, "ProductHead"),
+    "product-learned/run": kept(90.0, 99 * FULL_BYTES, "LearnedProductHead"),
+    "full-scratch/run": kept(80.0),
+    "adaptive/run": kept(88.0),
   }
 
 
 @pytest.fixture
 def measured(results):
-  return report.measurements(results, CPU["ptb"])
+  return page.measurements(ptb.study(), results)
 
 
 def test_loss_of_quality_is_paired_by_seed(measured):
@@ -62,22 +61,22 @@ def test_bytes_of_learned_codes_are_those_of_the_fixed_head(measured):
   assert measured["of_full"]["product-learned"] == pytest.approx(1 / 20)
 
 
-def test_failed_runs_are_left_out_and_missing_rows_have_the_papers_numbers(results):
-  table = report.shown_tables(results, "cpu")["table-10"].set_index("run")
+def test_failed_runs_are_left_out_and_missing_rows_have_the_papers_numbers(measured):
+  others = {x.__name__.split(".")[-1]: page.measurements(x.study(), {}) for x in (wikitext, web)}
+  table = page.shown_tables({"ptb": measured, **others})["table-10"].set_index("run")
   assert table.loc["Full softmax", "measured"] == "110.0 ± 14.1"
   missing = table.loc["VQ-Logits (K=512)"]
   assert missing["paper, % over full"] == "+3.1"
   assert missing[["measured", "of full", "floor"]].isna().all()
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_every_row_of_the_paper_has_a_row_at_every_scale(scale):
-  tables = report.shown_tables({}, scale)
-  shown = lambda name: tables[name]["paper, % over full"].notna().sum()
-  for title in MAIN.values():
-    assert shown(title.lower().replace(" ", "-")) == len(PAPER[title])
-  varied = {row for title in ABLATIONS for row in PAPER[title]}
-  assert shown("ablations") == len(varied - {"full"})
+@pytest.mark.parametrize("text", [ptb, wikitext, web])
+def test_every_row_of_the_paper_has_a_row_in_both_studies_of_its_text(text):
+  name = text.__name__.split(".")[-1]
+  titles = MAIN[name], *(ABLATIONS if text is wikitext else ())
+  printed = {row for title in titles for row in PAPER[title]}
+  assert printed <= text.study().rows.keys()
+  assert printed <= text.paper().rows.keys()
 
 
 def test_published_speedups_are_ratios_of_published_times():

@@ -1,5 +1,9 @@
-"""Tables and figures of the VQ-Logits study, beside the paper's numbers."""
+"""The page of VQ-Logits, from the kept results of its three studies and the paper's numbers.
 
+python -m experiments.studies.vq_logits.page
+"""
+
+import functools
 import math
 import pathlib
 from collections.abc import Mapping
@@ -12,19 +16,23 @@ from matplotlib.ticker import Locator, LogLocator, MaxNLocator
 
 from experiments.studies import study_page
 from experiments.studies.study_page import DOCS
-from experiments.studies.vq_logits.rows import main_rows, rows
-from experiments.studies.vq_logits.settings import SCALES, VQLogitsSetting
 from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
 from vqjax.lab.report.plots import byte_axis, label_points
+from vqjax.lab.study import Study
 from vqjax.lab.study.seeds import Results, Spread, finished_results, results_by_seed
 from vqjax.lm.pages import INK, SERIES, blank
 
 MAIN = {"ptb": "Table 10", "wikitext": "Table 1", "web": "Table 9"}
-"""Setting -> the table that has all of its methods."""
+"""Study -> the table that has all of its methods."""
+
+works = functools.partial(study_page.works, "vq_logits", MAIN)
+
+BASELINES = "dense", "full", "full-scratch", "adaptive", "low-rank"
+"""Rows of such a table before its codebooks."""
 
 ABLATIONS = "Table 2", "Table 6", "Table 7"
-"""Tables of the setting "wikitext" that vary the codebook."""
+"""Tables of the study of WikiText that vary the codebook."""
 
 FAMILIES = {
   "tokens share codes": ("CodebookHead", "LearnedCodebookHead"),
@@ -46,8 +54,13 @@ PERPLEXITY = pd.read_csv(PRINTED, dtype=str).query("column == 'perplexity'").set
 """The `table` and the `value` of each row of the paper that has a perplexity."""
 
 
-def measurements(results: Results, setting: VQLogitsSetting) -> pd.DataFrame:
-  """The rows of a setting by their names, measured over their seeds; None for missing numbers.
+def codes_of(name: str) -> list[int]:
+  """The sizes of the codebooks of a study."""
+  return [*map(int, PAPER["Setup"][name]["codes"].split())]
+
+
+def measurements(study: Study, results: Results) -> pd.DataFrame:
+  """The rows of a study by their names, measured over their seeds; None for missing numbers.
 
   The columns are the row's `label`, `converted` (whether it starts from the dense run), `head` (the
   head's class), and
@@ -60,19 +73,20 @@ def measurements(results: Results, setting: VQLogitsSetting) -> pd.DataFrame:
   - `uniform` and `bias`: least test perplexity of any decoder with these codes, with tokens uniform
     in each code, and with a token bias.
   """
-  finished = lambda name: finished_results(results, f"{setting.name}/{name}")
+  finished = lambda name: finished_results(results, f"{name}/run")
   test = lambda name: {seed: one["test"]["perplexity"] for seed, one in finished(name).items()}
   head = lambda name, key: next((one["head"][key] for one in finished(name).values()), None)
   lines, full_bytes = {}, head("full", "state_bytes")
-  for row in rows(setting):
-    own, size = test(row.name), head(FIXED.get(row.name, row.name), "state_bytes")
-    full = test("full" if row.needs or row.name == "dense" else "full-scratch")
-    kept = results_by_seed(results, f"{setting.name}/{row.name}").values()
+  for name in study.rows:
+    is_converted = bool(study.begins_from(name))
+    own, size = test(name), head(FIXED.get(name, name), "state_bytes")
+    full = test("full" if is_converted or name == "dense" else "full-scratch")
+    kept = results_by_seed(results, f"{name}/run").values()
     floors = [one["floors"] for one in kept if one.get("floors")]
-    lines[row.name] = {
-      "label": row.label,
-      "converted": bool(row.needs),
-      "head": head(row.name, "class"),
+    lines[name] = {
+      "label": study.row(name).label,
+      "converted": is_converted,
+      "head": head(name, "class"),
       "perplexity": Spread.of(list(own.values())),
       "over_full": Spread.of([100 * (own[s] / full[s] - 1) for s in sorted(own.keys() & full)]),
       "head_bytes": size,
@@ -112,13 +126,12 @@ def conversions(measured: pd.DataFrame) -> pd.DataFrame:
   return ordered.assign(label=labels)
 
 
-def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
-  """The tables of measured rows by their names, as the terminal and the page have them."""
-  settings, frames = SCALES[scale], {}
-  measured = {name: measurements(results, s) for name, s in settings.items()}
+def shown_tables(measured: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+  """The tables of the page by their names, of the `measurements` of each study."""
   full = {name: PAPER[title]["full"]["perplexity"] for name, title in MAIN.items()}
+  frames = {}
   for name, title in MAIN.items():
-    own = measured[name].loc[[row.name for row in main_rows(settings[name])]]
+    own = measured[name].loc[[*BASELINES, *(f"vq-{k}" for k in codes_of(name))]]
     frame = vq_logits_table(own, PERPLEXITY[PERPLEXITY["table"] == title], full[name])
     # Without rows that are neither the paper's nor run.
     known = frame["paper"].notna() | frame["measured"].notna()
@@ -129,8 +142,7 @@ def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
   frame = vq_logits_table(measured["wikitext"].loc[varied.index], varied, full["wikitext"])
   frame["table"] = varied["table"].str.removeprefix("Table ")
   frames["ablations"] = frame.drop(columns="of full")
-  chosen = conversions(measured["ptb"]).drop([*OFF_PAGE], errors="ignore")
-  frames["conversions"] = vq_logits_table(chosen)
+  frames["conversions"] = vq_logits_table(conversions(measured["ptb"]).drop([*OFF_PAGE]))
   return {name: f.drop(columns=["paper", "floor, best bias"]) for name, f in frames.items()}
 
 
@@ -184,14 +196,12 @@ def bytes_figure(points: pd.DataFrame) -> Figure:
   return figure
 
 
-def codes_figure(
-  settings: Mapping[str, VQLogitsSetting], measured: Mapping[str, pd.DataFrame]
-) -> Figure:
+def codes_figure(measured: Mapping[str, pd.DataFrame]) -> Figure:
   """Figure 2a for each text: perplexity, floor and the paper's, by codebook size."""
   figure = Figure(figsize=(9.6, 3.8), layout="constrained")
-  panels = figure.subplots(1, len(settings))
-  for axes, (name, setting) in zip(panels, settings.items(), strict=True):
-    codes, text = setting.codes, PAPER["Setup"][name]["text"]
+  panels = figure.subplots(1, len(measured))
+  for axes, name in zip(panels, MAIN, strict=True):
+    codes, text = codes_of(name), PAPER["Setup"][name]["text"]
     rows = ["full", *(f"vq-{k}" for k in codes)]
     own = [spread.mean if spread else math.nan for spread in measured[name]["perplexity"][rows]]
     theirs = [float(PAPER[MAIN[name]][row]["perplexity"]) for row in rows]
@@ -226,14 +236,14 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
   figure.legend(handles, names, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
 
 
-def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
+def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks, figures and the CSV file of the page; return their paths."""
-  settings = SCALES["cpu"]
-  measured = {name: measurements(results, s) for name, s in settings.items()}
+  kept = study_page.current(works())
+  measured = {name: measurements(*one) for name, one in kept.items()}
   converted = conversions(measured["ptb"])
   speed = study_page.bench(docs, "codebook")
   frames = {
-    **shown_tables(results, "cpu"),
+    **shown_tables(measured),
     "table-3": speed_table(speed),
     "kmeans": kmeans_table(study_page.bench(docs, "kmeans")["data"]["mixture"]["rows"]),
   }
@@ -245,7 +255,12 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   )
   figures = {
     "vq-bytes.png": bytes_figure(converted[converted["perplexity"].notna()]),
-    "vq-codes.png": codes_figure(settings, measured),
+    "vq-codes.png": codes_figure(measured),
   }
   whole = {"vq_logits-conversions.csv": vq_logits_table(converted)}
-  return study_page.publish_page(docs, "vq_logits", results, blocks, figures, whole)
+  return study_page.publish_page(docs, "vq_logits", kept, blocks, figures, whole)
+
+
+if __name__ == "__main__":
+  for path in update():
+    print(f"wrote {path}")

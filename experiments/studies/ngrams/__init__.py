@@ -1,0 +1,1 @@
+"""Memories of hashed n-grams beside a small decoder."""

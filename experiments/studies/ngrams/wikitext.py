@@ -1,0 +1,137 @@
+"""Memories of n-grams on WikiText-2: a decoder of three blocks of width 160, BPE of 4,096 tokens.
+
+vqjax study experiments/studies/ngrams/wikitext.py --out experiments/studies/ngrams/wikitext
+"""
+
+import dataclasses
+
+import jax
+import optax
+from flax import linen as nn
+
+from experiments.studies.ngrams.forms import forms_of
+from vqjax import (
+  CentroidQuantizer,
+  DenseEmbedding,
+  DenseHead,
+  DPQEmbedding,
+  Embedding,
+  Int8Embedding,
+)
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import BPETokenizer, WikiText, Windows
+from vqjax.lab.study import Row, Study
+from vqjax.lab.training.optimizer import decayed, learning_rate
+from vqjax.lm.models import Transformer
+from vqjax.ngrams import NGramEmbedding, NGramMemory
+from vqjax.ops.ngrams import XorHash
+from vqjax.row_updates import rowwise
+
+V, DIM, WIDTH = 4096, 160, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class TableByRows:
+  """AdamW, and Adagrad with one number a row for the table of n-grams.
+
+  Attributes:
+    factor: ratio of the table's learning rate to that of all else.
+  """
+
+  factor: float = 10.0
+
+  def learning_rate(self, train: Train) -> optax.Schedule:
+    """Return step -> learning rate, the schedule of AdamW."""
+    return learning_rate(dataclasses.replace(train, optimizer=None))
+
+  def rule(self, train: Train) -> optax.GradientTransformation:
+    """Return the optimiser, without clipping."""
+    schedule = self.learning_rate(train)
+    rules = {
+      "rows": rowwise(lambda step: self.factor * schedule(step)),
+      "other": optax.adamw(
+        schedule, b1=train.beta1, b2=train.beta2, weight_decay=train.weight_decay, mask=decayed
+      ),
+    }
+    return optax.multi_transform(rules, _labels)
+
+
+def _labels(params):
+  names = lambda path: jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+  of = lambda path, _: "rows" if "lookup" in names(path) else "other"
+  return jax.tree.map_with_path(of, params)
+
+
+def base() -> Experiment:
+  """The decoder without a memory, on 1,500 batches of 2,048 tokens."""
+  embedding = DenseEmbedding(FROM_TOKENIZER, DIM)
+  head = DenseHead(FROM_TOKENIZER, DIM, use_bias=True, embedding=embedding)
+  fields = {"dim": DIM, "layers": 3, "heads": 5, "context": 128}
+  train = Train(
+    steps=1500,
+    batch=16,
+    learning_rate=3e-3,
+    final_fraction=1 / 30,
+    warmup=100,
+    beta2=0.98,
+    eval_every=1500,
+    save_every=500,
+    keep=1,
+    log_every=100,
+  )
+  model = Transformer(embedding=embedding, head=head, **fields)
+  return Experiment("base", model, WikiText(), BPETokenizer(V), Windows(), train)
+
+
+def dense(rows: int) -> DenseEmbedding:
+  """Rows of floats, which begin at zero."""
+  return DenseEmbedding(rows, WIDTH, weight_init=nn.initializers.zeros)
+
+
+def int8(rows: int) -> Int8Embedding:
+  """Rows that are stored in 8 bits from the first step."""
+  return Int8Embedding(rows, WIDTH, trained=True, levels_init=nn.initializers.zeros)
+
+
+def product(rows: int) -> DPQEmbedding:
+  """Rows of product codes from the first step, DPQ-VQ: 2 bits a number."""
+  quantizer = CentroidQuantizer(codes=256, subspaces=8, table_init=nn.initializers.normal(0.02))
+  return DPQEmbedding(rows, WIDTH, quantizer, query_init=nn.initializers.normal(0.02))
+
+
+def memory(
+  table: Embedding,
+  ngrams: XorHash,
+  label: str,
+  tuned_as: str = "",
+  tune: dict[str, tuple[float, ...]] | None = None,
+) -> Row:
+  """A row with a memory before the second block."""
+  layer = NGramMemory(NGramEmbedding(ngrams, table), DIM)
+  fields = {
+    "model.memories": (layer,),
+    "model.memory_blocks": (1,),
+    "train.optimizer": TableByRows(),
+  }
+  return Row(fields, label, tune, tuned_as)
+
+
+def study() -> Study:
+  """The study; memories share the tuning of one of them."""
+  # Two heads of pairs and two of triples, or four of pairs.
+  ngrams = lambda size: XorHash.qwen4(V, end=0, heads=2, least=size)
+  pairs = XorHash.qwen4(V, end=0, heads=4, order=2, least=65_536)
+  middle, tuned = ngrams(65_536), "65536"
+  dropout = {"model.dropout": (0.0, 0.1)}
+  tune = {"train.learning_rate": (1.5e-3, 3e-3, 6e-3), **dropout}
+  rates = {"train.learning_rate": (3e-3, 6e-3), "train.optimizer.factor": (5.0, 15.0), **dropout}
+  rows = {
+    "none": Row({}, "no memory"),
+    tuned: memory(dense(middle.rows), middle, "4 x 65,536 rows", tune=rates),
+    "262144": memory(dense(ngrams(262_144).rows), ngrams(262_144), "4 x 262,144 rows", tuned),
+    "8192": memory(dense(ngrams(8_192).rows), ngrams(8_192), "4 x 8,192 rows", tuned),
+    "pairs": memory(dense(pairs.rows), pairs, "4 x 65,536 rows, pairs only", tuned),
+    "int8": memory(int8(middle.rows), middle, "4 x 65,536 rows, trained in int8", tuned),
+    "dpq": memory(product(middle.rows), middle, "4 x 65,536 rows, trained as DPQ", tuned),
+  }
+  return Study(base(), rows, tune=tune, extensions=1, measure=forms_of)
