@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+from flax import linen as nn
 
 from configs.large import VOCAB, language_model
 from vqjax import Int8Embedding
@@ -17,7 +18,8 @@ def experiment(rows: int = 300_000_000) -> Experiment:
   base = language_model("lm-1b", "dense", VOCAB, dim=2048, layers=20, context=2048, batch=32)
   ngrams = XorHash.qwen4(VOCAB, end=0, heads=8, least=rows // 16)
   # A whole number of rows for each of 64 devices.
-  table = Int8Embedding(-(-ngrams.rows // 64) * 64, 32, trained=True)
+  rows = -(-ngrams.rows // 64) * 64
+  table = Int8Embedding(rows, 32, trained=True, levels_init=nn.initializers.zeros)
   memory = NGramMemory(NGramEmbedding(ngrams, table), 2048, param_dtype=jnp.float32)
   return dataclasses.replace(
     base,

@@ -26,16 +26,19 @@ __all__ = ["MemoryCache", "NGramEmbedding", "NGramMemory"]
 class NGramEmbedding(Layer):
   """The vectors of the n-grams that end at each token, one behind the other.
 
-  The table is any embedding, with a row of the hash for a token. Source: Cheng et al., Conditional
-  memory via scalable lookup, 2026 (arXiv 2601.07372), Section 2.2.
+  The table is any embedding, with a row of the hash for a token. Its rows should begin at zero: an
+  n-gram that the training text hardly has then adds nothing, where rows of the default length add
+  noise, which is learned slowly and costs as many bits as what is learned. Source: Cheng et al.,
+  Conditional memory via scalable lookup, 2026 (arXiv 2601.07372), Section 2.2.
 
   Example:
     >>> import jax
+    >>> from flax.linen.initializers import zeros
     >>> from vqjax import DenseEmbedding
     >>> from vqjax.ngrams import NGramEmbedding
     >>> from vqjax.ops.ngrams import XorHash
     >>> of = XorHash.qwen4(vocab=1000, end=0, heads=2, least=5_000)
-    >>> layer = NGramEmbedding(of, DenseEmbedding(of.rows, dim=8))
+    >>> layer = NGramEmbedding(of, DenseEmbedding(of.rows, dim=8, weight_init=zeros))
     >>> tokens = jax.numpy.arange(6)[None]
     >>> variables = layer.init(jax.random.key(0), tokens)
     >>> layer.apply(variables, tokens).shape

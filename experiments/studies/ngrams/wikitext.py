@@ -131,6 +131,9 @@ def study() -> Study:
     "262144": memory(dense(ngrams(262_144).rows), ngrams(262_144), "4 x 262,144 rows", tuned),
     "8192": memory(dense(ngrams(8_192).rows), ngrams(8_192), "4 x 8,192 rows", tuned),
     "pairs": memory(dense(pairs.rows), pairs, "4 x 65,536 rows, pairs only", tuned),
+    "random": memory(
+      DenseEmbedding(middle.rows, WIDTH), middle, "4 x 65,536 rows that begin at random", tuned
+    ),
     "int8": memory(int8(middle.rows), middle, "4 x 65,536 rows, trained in int8", tuned),
     "dpq": memory(product(middle.rows), middle, "4 x 65,536 rows, trained as DPQ", tuned),
   }
