@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vqjax.lab.config import Experiment, config_hash
+from vqjax.lab.config import Experiment
 from vqjax.lab.run_files import read_result
 from vqjax.lab.training import NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
@@ -24,9 +24,8 @@ __all__ = [
   "ResultsFile",
   "StudyJob",
   "check_same",
-  "derived",
   "origin",
-  "training_job",
+  "train_run",
   "values_identity",
 ]
 
@@ -53,8 +52,8 @@ class StudyJob:
   """One run or measurement of a study, whose result is kept.
 
   Attributes:
-    name: "setting/row", with the suffix "-s1" for seed 1; seed 0 has no suffix.
-    label: the row's label in tables.
+    name: "ROW/run", with the suffix "-s1" for seed 1; seed 0 has no suffix.
+    label: what it is, in lists.
     identity: () -> a hash of all values that the result depends on.
     make: () -> {"result": {"status", "config_hash": the identity, ...}, further measurements}. It
       resumes where an earlier call was stopped.
@@ -68,61 +67,16 @@ class StudyJob:
   needs: tuple[str, ...] = ()
 
 
-Beside = Callable[[Experiment, pathlib.Path], dict[str, Any]]
-"""(experiment, run folder) -> further measurements, kept beside the result of a finished run."""
-
-
-def training_job(
-  name: str,
-  label: str,
-  experiment: Experiment,
-  folder: str | pathlib.Path,
-  beside: Beside = lambda experiment, folder: {},
-  needs: tuple[str, ...] = (),
-  source: Mapping[str, Any] | None = None,
-) -> StudyJob:
-  """A job that trains an experiment in its run folder; `source` is that of `fit`."""
-  folder = pathlib.Path(folder)
-
-  def make() -> dict[str, Any]:
-    try:
-      fit(experiment, folder, source=source)
-    except NotFiniteError as error:
-      # The result says that it failed; the other jobs of the study still run.
-      print(f"{name} failed: {error}", file=sys.stderr)
-    result = read_result(folder)
-    measurements = beside(experiment, folder) if result["status"] == "finished" else {}
-    return {"result": result, **measurements}
-
-  return StudyJob(name, label, lambda: config_hash(experiment), make, needs)
-
-
-def derived(
-  name: str,
-  label: str,
-  source: StudyJob,
-  settings: Mapping[str, Any],
-  measure: Callable[[], dict[str, Any]],
-) -> StudyJob:
-  """A job that measures something of another job's run.
-
-  Args:
-    name: name of this job.
-    label: the row's label in tables.
-    source: the job whose run is measured.
-    settings: how it is measured, as values that JSON has; part of the identity.
-    measure: () -> {"result": ..., further measurements}.
-  """
-
-  def identity() -> str:
-    return values_identity([source.identity(), settings])
-
-  def make() -> dict[str, Any]:
-    measured = measure()
-    result = origin(identity()) | measured["result"]
-    return {**measured, "result": result, "settings": dict(settings)}
-
-  return StudyJob(name, label, identity, make, (source.name,))
+def train_run(
+  name: str, experiment: Experiment, folder: pathlib.Path, source: Mapping[str, Any]
+) -> dict[str, Any]:
+  """The result of an experiment that is trained in its run folder; `source` is that of `fit`."""
+  try:
+    fit(experiment, folder, source=source)
+  except NotFiniteError as error:
+    # The result says that it failed; the other jobs of the study still run.
+    print(f"{name} failed: {error}", file=sys.stderr)
+  return read_result(folder)
 
 
 def origin(identity: str) -> dict[str, Any]:

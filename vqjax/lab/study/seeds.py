@@ -103,7 +103,7 @@ def paired(own: Mapping[int, float], other: Mapping[int, float]) -> Interval | N
 
 
 def results_by_seed(results: Results, name: str) -> dict[int, Mapping[str, Any]]:
-  """The kept results of a row "ptb/full", by seed; "ptb/full-s1" is that of seed 1."""
+  """The kept results of a job "dense/run", by seed; "dense/run-s1" is that of seed 1."""
   form = re.compile(re.escape(name) + r"(?:-s(\d+))?")
   matches = ((form.fullmatch(job), kept) for job, kept in results.items())
   return {int(match[1] or 0): kept for match, kept in matches if match}

@@ -16,9 +16,8 @@ from vqjax.lab.study.jobs import (
   ResultsFile,
   StudyJob,
   check_same,
-  derived,
   origin,
-  training_job,
+  train_run,
   values_identity,
 )
 from vqjax.lab.study.tuning import Tuning
@@ -190,24 +189,25 @@ class Work:
       needs.append(f"{self.study.row(name).tuned_as or name}/tuning")
     identity = lambda: self._identity(name, seed)
 
-    def beside(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
-      further = {} if self.study.measure is None else self.study.measure(experiment, folder)
-      if taken := sorted(further.keys() & {"code", "name", "result", "scale"}):
-        raise ValueError(
-          f"`measure` must return names of its own; got {taken[0]}, which a result has. Rename it."
-        )
-      return {"code": code_of(self.file), **further}
-
     def make() -> dict[str, Any]:
       self._restore(name, seed)
       experiment, folder = self._experiment(name, seed, in_folders=True), self._folder(name, seed)
       source = {"study": str(self.file.resolve()), "seed": seed, "scale": str(self.scale)}
       source |= {"function": self.function, "row": name, "runs": self._lineage(name, seed)}
-      job = training_job(self._name(name, seed), "", experiment, folder, beside, source=source)
-      made = job.make()
-      return {**made, "result": made["result"] | {"config_hash": identity()}}
+      result = train_run(self._name(name, seed), experiment, folder, source)
+      further = self._measured(experiment, folder) if result["status"] == "finished" else {}
+      return {"result": result | {"config_hash": identity()}, **further}
 
     return StudyJob(self._name(name, seed), f"seed {seed}", identity, make, tuple(needs))
+
+  def _measured(self, experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+    """What is kept beside the result of a finished run."""
+    further = {} if self.study.measure is None else self.study.measure(experiment, folder)
+    if taken := sorted(further.keys() & {"code", "name", "result", "scale"}):
+      raise ValueError(
+        f"`measure` must return names of its own; got {taken[0]}, which a result has. Rename it."
+      )
+    return {"code": code_of(self.file), **further}
 
   def _lineage(self, name: str, seed: int) -> dict[str, Any]:
     """The folders and tuned fields of a row's run and of those that it begins from, by rows."""
@@ -219,15 +219,17 @@ class Work:
 
   def _derived(self, name: str, seed: int) -> StudyJob:
     row = self.study.row(name)
-    source = self._run(row.of, seed)
+    identity = lambda: values_identity([self._identity(row.of, seed), row.settings()])
 
-    def measure() -> dict[str, Any]:
+    def make() -> dict[str, Any]:
       folder = self._model_of(row.of, seed)
-      experiment = self._experiment(row.of, seed, in_folders=True)
-      return {**row.measure(experiment, folder), "code": code_of(self.file)}
+      measured = row.measure(self._experiment(row.of, seed, in_folders=True), folder)
+      result = origin(identity()) | measured["result"]
+      kept = {"result": result, "code": code_of(self.file), "settings": row.settings()}
+      return {**measured, **kept}
 
-    label = f"of {row.of}, seed {seed}"
-    return derived(self._name(name, seed), label, source, row.settings(), measure)
+    label, needs = f"of {row.of}, seed {seed}", (self._name(row.of, seed),)
+    return StudyJob(self._name(name, seed), label, identity, make, needs)
 
   def _name(self, name: str, seed: int) -> str:
     return f"{name}/run" + (f"-s{seed}" if seed else "")
