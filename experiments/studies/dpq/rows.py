@@ -27,8 +27,7 @@ from vqjax import (
 )
 from vqjax.convert import part_of, squared_error, with_part
 from vqjax.convert.trained_variables import Variables
-from vqjax.lab.config import FROM_TOKENIZER, Experiment, with_fields
-from vqjax.lab.config.identity import describe
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, config_hash, with_fields
 from vqjax.lab.study import Derived, Row, Study
 from vqjax.lab.study.compressed import held_out_scores
 from vqjax.lab.training import read_run_variables
@@ -127,8 +126,8 @@ class Replaced(Derived):
   derive: Callable[[Embedding, np.ndarray], Mapping[str, Any]]
 
   def settings(self) -> dict[str, Any]:
-    """The embedding."""
-    return {"embedding": describe(self.embedding)}
+    """A hash of the embedding."""
+    return {"embedding": config_hash(self.embedding)}
 
   def measure(self, experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
     """Scores of the model, and the size and the error of its embedding."""

@@ -18,8 +18,7 @@ from configs.grouped.lm import EPOCH, GPT2, WINDOW, dense, grouped, language_mod
 from experiments.studies.grouped.measured import curves, time_top_k
 from experiments.studies.grouped.spread import SpreadTokenizer
 from vqjax import Embedding, GroupedHead, Head, UnsharedGroupedHead, convert
-from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.config.identity import describe
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train, config_hash
 from vqjax.lab.data import Stories
 from vqjax.lab.starting_points import Distilled, FromTeacher, Regrouped, converted
 from vqjax.lab.study import Derived, Row, Study
@@ -107,17 +106,21 @@ class Converted(Derived):
   target: convert.ToGrouped
 
   def settings(self) -> dict[str, Any]:
-    """The head and the target."""
-    return {"head": describe(self.head), "target": describe(self.target)}
+    """Hashes of the head and the target."""
+    return {"head": config_hash(self.head), "target": config_hash(self.target)}
 
   def measure(self, experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
-    """Scores of the held-out splits."""
+    """Scores of the held-out splits, and the size of the head."""
     name = experiment.name
     text = load_text(converted(experiment, folder, self.head, self.target, name=name))
     run = text.experiment
     init_key, _ = keys(run.seed)
     variables = Program(run, make_mesh(run.train.mesh)).init(init_key).variables
-    return {"result": held_out_scores(run.model, run.init_from(text, run.model, variables), text)}
+    variables = run.init_from(text, run.model, variables)
+    result: dict[str, Any] = held_out_scores(run.model, variables, text)
+    head = run.model.head
+    result["head"] = {"class": type(head).__name__, "state_bytes": head.size().state_bytes}
+    return {"result": result}
 
 
 def language_models(

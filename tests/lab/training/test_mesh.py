@@ -20,6 +20,8 @@ from vqjax.lab.training.checkpoint import Checkpoints
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.step import _leaf_checksum
 from vqjax.lm.models import Transformer
+from vqjax.ngrams import NGramEmbedding, NGramMemory
+from vqjax.ops.ngrams import XorHash
 from vqjax.sharding import MeshShape, make_mesh
 
 PRIME = 53
@@ -79,6 +81,19 @@ def test_loss_gradient_and_ten_steps_equal_those_of_one_device(head, shape, one_
   # Adam divides a gradient by its own size: one that nearly cancels keeps three digits of the
   # seven. Ten steps of at most 1e-3 then differ by 1e-5.
   jax.tree.map(close(1e-5), found[2], expected[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [ALL_AXES, (1, 8, 1)])
+def test_blocks_beside_a_memory_train_alike_on_any_mesh(shape):
+  ngrams = XorHash.qwen4(PRIME, end=0, heads=2, least=50)
+  memory = NGramMemory(NGramEmbedding(ngrams, DenseEmbedding(ngrams.rows, 4)), 16)
+  run = small()
+  fields = {"layers": 4, "remat": True, "memories": (memory,), "memory_blocks": (1,)}
+  run = dataclasses.replace(run, model=run.model.clone(**fields))
+  expected, found = ten_steps(run, ONE), ten_steps(run, shape)
+  np.testing.assert_allclose(found[0], expected[0], rtol=4e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[2], expected[2])
 
 
 def int8(**train):

@@ -56,7 +56,8 @@ def every_logits(model, variables, lens):
       position = jnp.arange(TOKENS.shape[1])
       x = module.embedded(module.embedding(jnp.asarray(TOKENS)), position)
       if count:
-        x, _ = module.blocks(x, cut.layer_inputs(), module.angles(position), True)
+        given = x, cut.layer_inputs(), module.angles(position), True
+        x = module.through(range(count), *given)
       if lens is not None and count < model.layers:
         x = x + x @ lens.weight[count].T + lens.bias[count]
       return module.head.logits(module.final_norm(x))

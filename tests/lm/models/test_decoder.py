@@ -22,7 +22,9 @@ from vqjax import (
 from vqjax.lab import config
 from vqjax.lm.models import Transformer
 from vqjax.lm.models import attention as attention_module
+from vqjax.ngrams import NGramEmbedding, NGramMemory
 from vqjax.ops import narrow
+from vqjax.ops.ngrams import XorHash
 
 
 def decoder(**changes):
@@ -295,9 +297,14 @@ def test_every_axis_of_every_variable_has_a_name(name):
   assert ranks == jax.tree.map(lambda x: x.ndim, variables)
 
 
-def test_the_program_does_not_grow_with_the_depth(tokens):
+@pytest.mark.parametrize("has_memory", [False, True])
+def test_the_program_does_not_grow_with_the_depth(has_memory, tokens):
+  ngrams = XorHash.qwen4(31, end=0, heads=2, least=50)
+  memory = NGramMemory(NGramEmbedding(ngrams, DenseEmbedding(ngrams.rows, 4)), 8)
+  more = {"memories": (memory,), "memory_blocks": (1,)} if has_memory else {}
+
   def length(layers):
-    model = decoder(layers=layers)
+    model = decoder(layers=layers, **more)
     loss = lambda v: model.apply(v, tokens, tokens, method="log_prob").sum()
     return len(str(jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(lambda: initialised(model)))))
 

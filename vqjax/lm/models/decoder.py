@@ -10,12 +10,13 @@ layers, so that the decoders of Llama, Qwen and Gemma are the same class.
 #   Block.step    x -> input -> mix (attention or delta rule) -> added -> input -> MLP -> added
 #
 # `mix` is the caller's, so that a forward pass, a prompt and a cached step share one block. Blocks
-# of equal shapes are one program over stacked parameters (`is_uniform`); others are unrolled, and
-# memories of n-grams are added between them.
+# of equal shapes (`is_uniform`) have stacked parameters [layers, ...], and those between two
+# memories of n-grams are one scan over their part of them; others are unrolled.
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -666,21 +667,10 @@ class Transformer(LanguageModel):
     if self.rotary is None:
       init = nn.initializers.normal(0.02)
       self.position = self.param("position", init, (self.context, self.dim), jnp.float32)
-    # Inside a scan no barrier against common-subexpression elimination is needed.
-    remat = lambda block: nn.remat(block, static_argnums=(4,), prevent_cse=False)
-    kind = remat(Block) if self.remat else Block
     if self.is_uniform:
-      # One block is compiled for any depth; its parameters are stacked, [layers, ...].
-      stacked = nn.scan(
-        kind,
-        variable_axes={"params": 0},
-        split_rngs={"params": True, "dropout": True},
-        in_axes=(0, nn.broadcast, nn.broadcast),
-        length=self.layers,
-      )
-      self.blocks = stacked(**self._block_fields())
+      self.blocks = Block(**self._block_fields())
     else:
-      self.blocks = [kind(**self._block_fields(number)) for number in range(self.layers)]
+      self.blocks = [Block(**self._block_fields(number)) for number in range(self.layers)]
     if self.streams is None:
       self.final_norm = self.norm.module(self.dtype)
     else:
@@ -771,13 +761,13 @@ class Transformer(LanguageModel):
 
   @property
   def is_uniform(self) -> bool:
-    """Whether all blocks have parameters of the same shapes, and only the stream goes between."""
-    return self.delta is None and not self.memories
+    """Whether all blocks have parameters of the same shapes, which are stacked."""
+    return self.delta is None
 
   def check_keys_suffice(self) -> None:
     """Raise ValueError unless keys and values are all that blocks need of earlier tokens."""
-    attention = self.attention
-    if not self.is_uniform or self.streams or attention.gated or attention.index:
+    attention, has_more = self.attention, self.streams or self.memories
+    if not self.is_uniform or has_more or attention.gated or attention.index:
       raise ValueError(
         "`model` must have blocks that need only keys and values of earlier tokens; got one with"
         " recurrent blocks, streams, gated or indexed attention, or memories. Score and generate"
@@ -877,20 +867,59 @@ class Transformer(LanguageModel):
     position_T = jnp.arange(length)
     x_BTD = constrain(self.drop(self.embedded(vectors, position_T), deterministic), ROWS)
     inputs, angles = self.layer_inputs(), self.angles(position_T)
-    if self.is_uniform:
-      x_BTD, _ = self.blocks(x_BTD, inputs, angles, deterministic)
-      return constrain(self.final(x_BTD), ROWS), {}
-    terms = {}
-    for number, block in enumerate(self.blocks):
-      if number in self.memory_blocks:
-        index = self.memory_blocks.index(number)
+    terms, runs = {}, self._runs()
+    if self.is_initializing() and self.is_uniform and len(runs) > 1:
+      # The parameters of all blocks are made at once, and each run reads its part of them.
+      self.through(range(self.layers), x_BTD, inputs, angles, deterministic)
+    for run in runs:
+      if run.start in self.memory_blocks:
+        index = self.memory_blocks.index(run.start)
         # Negative tokens are padding, behind the text.
         given = x_BTD, jnp.maximum(tokens, 0), deterministic
         added_BTD, own = self.memories[index].loss_terms(*given)
         x_BTD, terms = x_BTD + added_BTD, terms | named(f"memories_{index}", own)
-      layer = jax.tree.map(lambda x, n=number: x[n], inputs)
-      x_BTD, _ = block(x_BTD, layer, angles, deterministic)
+      x_BTD = self.through(run, x_BTD, inputs, angles, deterministic)
     return constrain(self.final(x_BTD), ROWS), terms
+
+  def _runs(self) -> list[range]:
+    """The numbers of the blocks between two memories, or of one block where they differ."""
+    starts = {0, *self.memory_blocks} if self.is_uniform else range(self.layers)
+    return [range(*pair) for pair in itertools.pairwise([*sorted(starts), self.layers])]
+
+  def through(
+    self,
+    run: range,
+    x_BTD: Float[Array, "B T C"],
+    inputs: BlockSettings,
+    angles: Angles | None,
+    deterministic: bool,
+  ) -> Float[Array, "B T C"]:
+    """The residual stream after consecutive blocks, which are one scan where they are uniform.
+
+    Args:
+      run: the numbers of the blocks.
+      x_BTD: the stream before them.
+      inputs: `layer_inputs`, of all blocks.
+      angles: as of `Block`.
+      deterministic: no dropout.
+    """
+    part = lambda tree: jax.tree.map(lambda x_L: x_L[run.start : run.stop], tree)
+    step = lambda block, x_BTD, layer: block(x_BTD, layer, angles, deterministic)
+    if self.remat:
+      # Several steps of a scan need no barrier against common-subexpression elimination.
+      step = nn.remat(step, prevent_cse=len(run) == 1)
+    if not self.is_uniform:
+      layer = jax.tree.map(lambda x: x[0], part(inputs))
+      return step(self.blocks[run.start], x_BTD, layer)[0]
+    step = nn.scan(
+      step,
+      variable_axes={"params": 0},
+      split_rngs={"params": True, "dropout": True},
+      length=len(run),
+    )
+    if len(run) < self.layers:
+      step = nn.map_variables(step, "params", part)
+    return step(self.blocks, x_BTD, part(inputs))[0]
 
   def own_axes(self) -> dict:
     """Logical axes of positions, blocks and the final norm, and of memories."""
@@ -900,8 +929,9 @@ class Transformer(LanguageModel):
     else:
       axes["final_streams"] = self.streams.axes(writes=False)
     if self.is_uniform:
-      return {"params": axes | {"blocks": stacked_axes(self.block().axes())}}
-    axes |= {f"blocks_{number}": self.block(number).axes() for number in range(self.layers)}
+      axes["blocks"] = stacked_axes(self.block().axes())
+    else:
+      axes |= {f"blocks_{number}": self.block(number).axes() for number in range(self.layers)}
     found = {"params": axes}
     for number, memory in enumerate(self.memories):
       for collection, tree in memory.logical_axes().items():
