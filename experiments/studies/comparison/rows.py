@@ -10,12 +10,13 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from flax import linen as nn
 
 from experiments.studies.comparison.compressed import InFile, InMemory
 from vqjax import DenseEmbedding, Head, assign, convert, heads
 from vqjax.assign import trees
 from vqjax.lab import starting_points
-from vqjax.lab.config import FROM_TOKENIZER
+from vqjax.lab.config import FROM_TOKENIZER, Experiment
 from vqjax.lab.starting_points import Distilled, FromTeacher
 from vqjax.lab.study import Derived, Row
 from vqjax.lab.study.tuning import stretched
@@ -77,22 +78,20 @@ class Trained:
 
   def row(self, tuned_as: str, seeds: int | None) -> Row:
     """The row of a study."""
-    layers: dict[str, Any] = {"head": self.head()}
-    if getattr(layers["head"], "embedding", None) is not None:
-      layers["embedding"] = layers["head"].embedding
-    fields: dict[str, Any] = {f"model.{name}": layer for name, layer in layers.items()}
-    fields["init_from"] = lambda base: self.start(base.seed)
-    if self.teacher:
-      fields = {
-        "model": lambda base, run: Distilled(
-          base.model.clone(**layers), run(self.teacher).experiment.model
-        ),
-        "init_from": lambda base, run: FromTeacher(run(self.teacher).folder, self.start(base.seed)),
-        "train.trainable": ("student",),
-      }
+    return Row(self.made, self.label, tuned_as=tuned_as, seeds=seeds)
+
+  def made(self, base: Experiment, run: Any) -> Experiment:
+    """The experiment, of the base and of the runs of other rows."""
+    head, start, train = self.head(), self.start(base.seed), base.train
+    embedding = getattr(head, "embedding", None) or base.model.embedding
+    model: nn.Module = base.model.clone(head=head, embedding=embedding)
     if self.times > 1:
-      fields["train"] = lambda base: stretched(base.train, Fraction(self.times))
-    return Row(fields, self.label, tuned_as=tuned_as, seeds=seeds)
+      train = stretched(train, Fraction(self.times))
+    if self.teacher:
+      teacher, folder = run(self.teacher)
+      model, start = Distilled(model, teacher.model), FromTeacher(folder, start)
+      train = dataclasses.replace(train, trainable=("student",))
+    return dataclasses.replace(base, model=model, init_from=start, train=train)
 
 
 def rows(
