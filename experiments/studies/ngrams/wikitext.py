@@ -4,6 +4,7 @@ vqjax study experiments/studies/ngrams/wikitext.py --out experiments/studies/ngr
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import optax
@@ -99,42 +100,39 @@ def product(rows: int) -> DPQEmbedding:
   return DPQEmbedding(rows, WIDTH, quantizer, query_init=nn.initializers.normal(0.02))
 
 
-def memory(
-  table: Embedding,
-  ngrams: XorHash,
-  label: str,
-  tuned_as: str = "",
-  tune: dict[str, tuple[float, ...]] | None = None,
-) -> Row:
-  """A row with a memory before the second block."""
+def memory(table: Embedding, ngrams: XorHash, label: str, **fields: Any) -> Row:
+  """A row with a memory before the second block; `fields` are others of the row."""
   layer = NGramMemory(NGramEmbedding(ngrams, table), DIM)
-  fields = {
+  values = {
     "model.memories": (layer,),
     "model.memory_blocks": (1,),
     "train.optimizer": TableByRows(),
   }
-  return Row(fields, label, tune, tuned_as)
+  return Row(values, label, **fields)
 
 
 def study() -> Study:
-  """The study; memories share the tuning of one of them."""
+  """The study; memories share the tuning of one of them, and most of them have one seed."""
   # Two heads of pairs and two of triples, or four of pairs.
-  ngrams = lambda size: XorHash.qwen4(V, end=0, heads=2, least=size)
+  small, middle, large = (
+    XorHash.qwen4(V, end=0, heads=2, least=size) for size in (8_192, 65_536, 262_144)
+  )
   pairs = XorHash.qwen4(V, end=0, heads=4, order=2, least=65_536)
-  middle, tuned = ngrams(65_536), "65536"
   dropout = {"model.dropout": (0.0, 0.1)}
   tune = {"train.learning_rate": (1.5e-3, 3e-3, 6e-3), **dropout}
   rates = {"train.learning_rate": (3e-3, 6e-3), "train.optimizer.factor": (5.0, 15.0), **dropout}
+  name, more = "4 x 65,536 rows", {"tuned_as": "65536"}
+  once = {**more, "seeds": 1}
   rows = {
     "none": Row({}, "no memory"),
-    tuned: memory(dense(middle.rows), middle, "4 x 65,536 rows", tune=rates),
-    "262144": memory(dense(ngrams(262_144).rows), ngrams(262_144), "4 x 262,144 rows", tuned),
-    "8192": memory(dense(ngrams(8_192).rows), ngrams(8_192), "4 x 8,192 rows", tuned),
-    "pairs": memory(dense(pairs.rows), pairs, "4 x 65,536 rows, pairs only", tuned),
+    "65536": memory(dense(middle.rows), middle, name, tune=rates),
+    "262144": memory(dense(large.rows), large, "4 x 262,144 rows", **more),
+    "8192": memory(dense(small.rows), small, "4 x 8,192 rows", **once),
+    "pairs": memory(dense(pairs.rows), pairs, f"{name}, pairs only", **once),
     "random": memory(
-      DenseEmbedding(middle.rows, WIDTH), middle, "4 x 65,536 rows that begin at random", tuned
+      DenseEmbedding(middle.rows, WIDTH), middle, f"{name} that begin at random", **once
     ),
-    "int8": memory(int8(middle.rows), middle, "4 x 65,536 rows, trained in int8", tuned),
-    "dpq": memory(product(middle.rows), middle, "4 x 65,536 rows, trained as DPQ", tuned),
+    "int8": memory(int8(middle.rows), middle, f"{name}, trained in int8", **once),
+    "dpq": memory(product(middle.rows), middle, f"{name}, trained as DPQ", **once),
   }
   return Study(base(), rows, tune=tune, extensions=1, measure=forms_of)

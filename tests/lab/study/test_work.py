@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from vqjax import DenseHead
 from vqjax.commands.study import main
-from vqjax.lab.study import Compressed, tuning, work
+from vqjax.lab.config import FROM_TOKENIZER
+from vqjax.lab.study import Compressed, Study, tuning, work
 from vqjax.lab.study.tuning import ROUNDS
+from vqjax.lab.training import FromRun
 
 FOLDER = pathlib.Path("runs/study")
 
@@ -212,6 +215,17 @@ def test_a_row_begins_from_the_tuned_run_of_another_of_its_seed(fitted, tuned_as
   FOLDER.rename("moved")
   assert main(["study.py", "--only", "taught", "--out", "moved"]) == 0
   assert fitted.runs == []
+
+
+def test_a_row_that_begins_from_another_row_with_another_seed_says_so(tmp_path):
+  source = lambda base, run: FromRun(run("dense" if base.seed == 0 else "other").folder)
+  base = tiny.experiment(tmp_path, DenseHead(FROM_TOKENIZER, 16))
+  rows = {"dense": {}, "other": {}, "taught": {"init_from": lambda base, run: source(base, run)}}
+  made = work.Work(Study(base, rows, seeds=2), tmp_path / "out", tmp_path / "study.py")
+  identity = {job.name: job.identity for job in made.job_list().jobs}
+  assert identity["taught/run"]()
+  with pytest.raises(ValueError, match="begins from 'other' with seed 1, and from dense"):
+    identity["taught/run-s1"]()
 
 
 def test_a_row_of_one_seed_is_compared_with_the_mean_of_the_reference(fitted):

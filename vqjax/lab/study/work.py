@@ -177,7 +177,16 @@ class Work:
         return None
       folder = str(self._folder(row, seed)) if in_folders else self._identity(row, seed)
       found[row] = Run.of(experiment, folder)
-    return found.__getitem__
+
+    def run(row: str) -> Run:
+      if row not in found:
+        raise ValueError(
+          f"`run` must name the same rows for every seed; row {name} begins from {row!r} with seed"
+          f" {seed}, and from {', '.join(found) or 'none'} with seed 0. Make a row of each."
+        )
+      return found[row]
+
+    return run
 
   def _identity(self, name: str, seed: int) -> str:
     experiment = self._experiment(name, seed)
