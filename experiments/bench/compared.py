@@ -11,7 +11,7 @@ from experiments.bench import measure
 from experiments.bench.measure import Call, compare
 from experiments.bench.training_step import TrainingStep
 from experiments.studies.comparison.compressed import GROUPS, InMemory
-from experiments.studies.comparison.page import AT_RANDOM, deployed, head_of, is_tied, work_of
+from experiments.studies.comparison.page import AT_RANDOM, deployed, head_of, is_tied, works
 from vqjax import Head, heads
 from vqjax.lab.config import with_vocab
 from vqjax.lab.report import units
@@ -36,7 +36,7 @@ def _study(of: str, vocab: int, most: int | None, rounds: int) -> dict[str, Any]
   A row that is compressed after its training has no step of its own. Samples are compared with
   the median of the rows that sample as the untied full softmax does.
   """
-  study = work_of(of).study
+  study = works()[of].study
   reference, every = AT_RANDOM, [*study.rows][:most]
   decoding = compare({name: _sample(study, name, vocab) for name in every}, rounds)
   same = [name for name in every if _deployed(study, name) == _deployed(study, reference)]

@@ -56,13 +56,6 @@ def current(works: Mapping[str, Work]) -> Kept:
   return {name: (work.study, work.job_list().current()) for name, work in works.items()}
 
 
-def joined(kept: Mapping[str, tuple[Study, Results]]) -> dict[str, Any]:
-  """The results of several studies by "STUDY/JOB"."""
-  return {
-    f"{name}/{job}": one for name, (_, results) in kept.items() for job, one in results.items()
-  }
-
-
 def update_page(page: pathlib.Path, blocks: Mapping[str, str]) -> bool:
   """Rewrite the generated blocks of a page; return whether the page changed.
 

@@ -3,6 +3,7 @@
 python -m experiments.studies.ngrams.page
 """
 
+import functools
 import pathlib
 from typing import Any
 
@@ -21,6 +22,8 @@ from vqjax.lm.pages import SERIES, blank
 
 NAMES = ("wikitext",)
 """The studies."""
+
+works = functools.partial(study_page.works, "ngrams", NAMES)
 
 FORMED = "65536", "262144"
 """Rows whose forms the page shows."""
@@ -115,7 +118,7 @@ def _text(interval: Interval | None) -> str | None:
 def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks and figures of the page; return their paths."""
   blocks, figures = {}, {}
-  kept = study_page.current(study_page.works("ngrams", NAMES))
+  kept = study_page.current(works())
   for name, (study, results) in kept.items():
     tables = {"memories": memories_table(study, results)}
     tables |= {f"forms-{row}": forms_table(study, results, row) for row in FORMED}
