@@ -73,7 +73,7 @@ def half(values: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class _SixteenthOfBytes(Derived):
+class SixteenthOfBytes(Derived):
   """A row whose table and biases are compressed to 1/16 of their bytes.
 
   Attributes:
@@ -120,7 +120,7 @@ GROUPS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class InFile(_SixteenthOfBytes):
+class InFile(SixteenthOfBytes):
   """A table in an entropy-coded file, and biases in float16, with the smallest step that fits."""
 
   # With the version of the quantiser, by which results of another one are known.
@@ -149,7 +149,7 @@ class InFile(_SixteenthOfBytes):
 
 
 @dataclasses.dataclass(frozen=True)
-class InMemory(_SixteenthOfBytes):
+class InMemory(SixteenthOfBytes):
   """A `PackedHead`, whose parameters are float16."""
 
   method = f"InMemory(classes={GROUPS})"

@@ -1,4 +1,4 @@
-"""The page of the comparison of heads, from the kept results of its three studies.
+"""The page of the comparison of heads, from the kept results of its four studies.
 
 python -m experiments.studies.comparison.page
 """
@@ -25,7 +25,7 @@ from vqjax.lab.study.page import difference
 from vqjax.lab.study.seeds import Results, Spread, finished_results
 from vqjax.lm.pages import SERIES, blank
 
-NAMES = "ptb", "manuals", "stories"
+NAMES = "ptb", "manuals", "equal_bytes", "stories"
 """The studies."""
 
 works = functools.partial(study_page.works, "comparison", NAMES)
@@ -106,7 +106,7 @@ def comparison_table(study: Study, results: Results, costs: Mapping[str, Any]) -
       line[title] = units.ratio(own[time]) if own.get(time) else None
     of_source = isinstance(row, Derived) and difference(study, results, name, row.of)
     line["% from its source"] = str(of_source) if of_source else None
-    if study.reference != AT_RANDOM:
+    if AT_RANDOM in study.rows and study.reference != AT_RANDOM:
       of_random = difference(study, results, name, AT_RANDOM)
       line["% from the full softmax at random"] = of_random and str(of_random)
     line["on"] = ", ".join(sorted({_processor(run["device"]) for run in runs.values()}))

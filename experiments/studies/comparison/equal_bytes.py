@@ -1,0 +1,31 @@
+"""One trained table on manual pages, made small by this library and by what others do.
+
+cd experiments/studies/comparison; vqjax study equal_bytes.py --out equal_bytes
+"""
+
+from experiments.studies.comparison import manuals
+from experiments.studies.comparison.ptb import SIZES
+from experiments.studies.comparison.rivals import Additive, Feedback, LowRankInt8, UniformBlocks
+from experiments.studies.comparison.rows import rows
+from vqjax import Product
+from vqjax.lab.study import Compressed, Study
+
+TABLE = "tied-contexts"
+
+
+def study() -> Study:
+  """The study, with the dropout of the trained model tuned."""
+  given = manuals.study()
+  made = rows(SIZES, (TABLE, f"{TABLE}-file", f"{TABLE}-memory"), (TABLE,))
+  made |= {
+    "gptq": Feedback(TABLE, label="GPTQ, steps by counts, an ideal coder"),
+    "additive": Additive(TABLE, label="two additive codes for 8 numbers, as AQLM"),
+    "product": Compressed(TABLE, 1 / 16, Product(), label="product codes"),
+    "low-rank": LowRankInt8(TABLE, label="low rank, factors in int8"),
+    "int2": UniformBlocks(TABLE, 2, label="int2, a scale a row"),
+    "int2-blocks": UniformBlocks(TABLE, 2, 40, label="int2, a scale for 40 numbers"),
+    "int3": UniformBlocks(TABLE, 3, label="int3, a scale a row"),
+    "int4": UniformBlocks(TABLE, 4, label="int4, a scale a row"),
+  }
+  tune = {**given.tune, "model.dropout": (0.0, 0.2, 0.4)}
+  return Study(given.base, made, tune, extensions=0, measure=given.measure)
