@@ -19,7 +19,7 @@ def study() -> Study:
   made = rows(SIZES, (TABLE, f"{TABLE}-file", f"{TABLE}-memory"), (TABLE,))
   made |= {
     "gptq": Feedback(TABLE, label="GPTQ, steps by counts, an ideal coder"),
-    "additive": Additive(TABLE, label="two additive codes for 8 numbers, as AQLM"),
+    "additive": Additive(TABLE, 64, 9, label="two additive codes for 9 numbers, as AQLM"),
     "product": Compressed(TABLE, 1 / 16, Product(), label="product codes"),
     "low-rank": LowRankInt8(TABLE, label="low rank, factors in int8"),
     "int2": UniformBlocks(TABLE, 2, label="int2, a scale a row"),

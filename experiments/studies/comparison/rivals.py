@@ -141,7 +141,7 @@ def _ideal_bytes(levels: np.ndarray, groups: np.ndarray) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Additive(_Rounded):
-  """Sums of codewords of two codebooks for each 8 numbers of a row, as in AQLM.
+  """Sums of codewords of two codebooks for a few numbers of a row, as in AQLM.
 
   Codes are chosen together, by a beam, and codebooks by least squares, in turn; rows are weighed by
   their probabilities, and turned into the basis in which all errors cost alike. Source: Egiazarian
