@@ -4,6 +4,7 @@ All have what this library's forms have: the counts of tokens, and the second mo
 states and of gradients by input vectors. None is trained again.
 """
 
+import abc
 import dataclasses
 import functools
 import math
@@ -28,9 +29,9 @@ class _Rounded(SixteenthOfBytes):
     own = {name: value for name, value in fields.items() if name not in ("of", "label")}
     return {"method": type(self).__name__, "divisor": DIVISOR, **own}
 
+  @abc.abstractmethod
   def rows(self, table: TrainedTable) -> tuple[np.ndarray, float]:
     """Return the rows [V, D] and their bytes, without the biases."""
-    raise NotImplementedError
 
   def compressed(self, table: TrainedTable) -> tuple[nn.Module, Mapping[str, Any], int]:
     rows, used = self.rows(table)

@@ -139,7 +139,7 @@ def memory_counts(
   Args:
     model: the decoder.
     variables: its variables, with the memory's table in any form.
-    windows: rows of tokens of one length; 2,000 tokens in all are enough.
+    windows: rows of tokens of one length.
     counts: how often a text reads each row, of `vqjax.ops.ngrams.count_rows`.
     number: number of the memory in `model.memories`.
     seed: seed of the tokens that are drawn.
