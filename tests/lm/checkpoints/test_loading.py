@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from tests.jitted import apply
-from tests.lm.checkpoints.families import CONFIGS, YARN, V, small
+from tests.lm.checkpoints.families import CONFIGS, LLAMA3, LONGROPE, YARN, V, small
 from vqjax import CodebookEmbedding, CodebookHead, DenseEmbedding, DenseHead, sharding
 from vqjax.lm import checkpoints
 from vqjax.lm.models import RMSNorm
@@ -367,6 +367,34 @@ def test_the_magnitude_of_yarn_is_that_of_the_config(more, magnitude):
   np.testing.assert_allclose(model.rotary.scaling.magnitude, magnitude, rtol=1e-15)
   # What is saved is read as the same decoder.
   assert decoder_of(described(model)[1]) == model
+
+
+ORIGINAL = "original_max_position_embeddings"
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+  ("family", "changes", "same"),
+  [
+    # The base of a scaling counts before that of the config; the old name, before the new one.
+    (
+      "llama",
+      {"rope_scaling": LINEAR | {"rope_theta": 5e3}},
+      {"rope_scaling": LINEAR, "rope_theta": 5e3},
+    ),
+    ("llama", {"rope_parameters": LLAMA3 | {"rope_theta": 7e3}}, {}),
+    # The original length of the config counts before that of a scaling, then the whole context.
+    ("llama", {ORIGINAL: 64, "rope_scaling": LLAMA3 | {ORIGINAL: 9}}, {}),
+    ("qwen3", {"max_position_embeddings": 160, "rope_scaling": YARN | {ORIGINAL: None}}, {}),
+    ("phi3", {"rope_scaling": LONGROPE | {"type": "longrope", "rope_type": None}}, {}),
+    ("phi3", {"rope_scaling": LONGROPE | {ORIGINAL: None}}, {}),
+    # A key of Gemma 2 that no reader of Gemma 3 computes with.
+    ("gemma3_text", {"attn_logit_softcapping": 20.0}, {}),
+  ],
+)
+def test_keys_of_a_config_count_as_in_transformers(family, changes, same):
+  found, expected = decoder_of(CONFIGS[family] | changes), decoder_of(CONFIGS[family] | same)
+  assert (found.rotary, found.attention) == (expected.rotary, expected.attention)
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/x", "..", "", "a/b", 5, None])

@@ -31,7 +31,7 @@ from vqjax.lm.models.recurrent import GatedDelta
 from vqjax.lm.models.streams import Streams
 from vqjax.lm.records import shown
 from vqjax.lm.sources import rules, schema
-from vqjax.lm.sources.rope import rotary_config, rotary_of
+from vqjax.lm.sources.rope import rope_of, rotary_config, rotary_of
 from vqjax.lm.sources.rules import Rule
 from vqjax.lm.sources.schema import Origin, read_config
 from vqjax.ngrams import NGramEmbedding, NGramMemory
@@ -202,13 +202,10 @@ def _late_windows(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _phi3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
-  name = next((n for n in ("rope_scaling", "rope_parameters") if config[n]), "rope_scaling")
-  rope = dict(config[name] or {})
+  rope = rope_of(config)
   if (rope.get("rope_type") or rope.get("type")) in ("su", "yarn"):
     rope["rope_type"] = "longrope"  # as these were called before
-  if rope.get("rope_type") not in (None, "default"):
-    rope.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
-  return _mistral_decoder(config | {name: rope}, dtype, partial=True)
+  return _mistral_decoder(config | {"rope_scaling": rope}, dtype, partial=True)
 
 
 def _smollm3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
@@ -239,7 +236,7 @@ def _olmo3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
     window=config["sliding_window"],
     local=_local(config, lambda layer: (layer + 1) % 4 != 0),
     # Only blocks that attend to all positions have a scaling.
-    local_rotary=_local_rotary(config, _theta(config)),
+    local_rotary=_local_rotary(config, rope_of(config).get("rope_theta") or config["rope_theta"]),
   )
 
 
@@ -264,7 +261,8 @@ def _gemma3_decoder(config: Mapping[str, Any], dtype: Dtype) -> Transformer:
   return _gemma_decoder(
     config,
     dtype,
-    attention={"qk_norm": True},
+    # transformers and llama.cpp have the key of Gemma 2, and compute nothing with it.
+    attention={"qk_norm": True, "softcap": None},
     local=_local(config, lambda layer: (layer + 1) % every != 0),
     local_rotary=_local_rotary(config, config["rope_local_base_freq"]),
   )
@@ -392,16 +390,10 @@ def _memory(config: Mapping[str, Any], dtype: Dtype, number: int) -> NGramMemory
   )
 
 
-def _theta(config: Mapping[str, Any]) -> float | None:
-  """`rope_theta`, in old words or in new."""
-  rope = config["rope_parameters"] or {}
-  return (rope.get("full_attention") or rope).get("rope_theta") or config["rope_theta"]
-
-
 def _local_rotary(config: Mapping[str, Any], base: float | None) -> Rotary:
   """The rotary embeddings of blocks with a window, whose base a config may name."""
   own = (config["rope_parameters"] or {}).get("sliding_attention") or {}
-  return rotary_of({"rope_theta": base} | dict(own))
+  return rotary_of(own, config | {"rope_theta": base})
 
 
 def _local(config: Mapping[str, Any], otherwise: Callable[[int], bool]) -> tuple[bool, ...]:
@@ -434,7 +426,7 @@ def _rotary_decoder(
 ) -> Transformer:
   """A decoder of the families after Llama; if `partial`, a part of each head may be turned."""
   dim, heads = config["hidden_size"], config["num_attention_heads"]
-  has_bias, parameters = bool(config["attention_bias"]), config["rope_parameters"] or {}
+  has_bias = bool(config["attention_bias"])
   if config["head_dim"] is None:
     _check_divides(config, "num_attention_heads", "hidden_size")
   if config["num_key_value_heads"] is not None:
@@ -445,7 +437,7 @@ def _rotary_decoder(
       f"`head_dim` must be even, for pairs of coordinates are turned; got {width}, or `hidden_size`"
       f" {dim} of {heads} heads"
     )
-  turn = rotary_of(config | dict(parameters.get("full_attention") or parameters), width)
+  turn = rotary_of(rope_of(config), config, width)
   if turn.fraction != 1 and not partial:
     raise ValueError(f"`partial_rotary_factor` must be 1; got {turn.fraction}")
   biases = {"qkv_bias": has_bias, "out_bias": has_bias}

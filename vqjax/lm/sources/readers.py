@@ -552,6 +552,7 @@ GGUF_KEYS = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "rope_theta": "rope.freq_base",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
   },
 }
 GGUF_KEYS |= dict.fromkeys(("qwen2", "qwen3", "phi3", "smollm3", "olmo2"), GGUF_KEYS["llama"])
@@ -586,13 +587,13 @@ GGUF_KEYS["gemma3"] = GGUF_KEYS["olmo3"] | {
 GGUF_ROPE = {
   "rope_type": "rope.scaling.type",
   "factor": "rope.scaling.factor",
-  "original_max_position_embeddings": "rope.scaling.original_context_length",
   "beta_fast": "rope.scaling.yarn_beta_fast",
   "beta_slow": "rope.scaling.yarn_beta_slow",
 }
 """Members of `rope_scaling` -> the same in the metadata."""
 
 GGUF_OPTIONAL = {"num_key_value_heads": None, "head_dim": None, "rope_theta": 1e4}
+GGUF_OPTIONAL |= {"original_max_position_embeddings": None}
 GGUF_OPTIONAL |= {"sliding_window_pattern": 6, "rope_local_base_freq": 1e4}
 GGUF_OPTIONAL |= {"final_logit_softcapping": None, "attn_logit_softcapping": None}
 GGUF_OPTIONAL |= {"embedding_multiplier": 1.0, "residual_multiplier": 1.0}
@@ -720,10 +721,7 @@ def _gguf_rope(
     lists = {key: _vector(tensors[name], name, origin) for key, name in names.items()}
     # llama.cpp takes the factor of cosines and sines as it is, and 1 without one.
     magnitude = {"attention_factor": own("rope.scaling.attn_factor", 1.0)}
-    length = {
-      "original_max_position_embeddings": own(GGUF_ROPE["original_max_position_embeddings"])
-    }
-    return {"rope_type": "longrope"} | lists | magnitude | length
+    return {"rope_type": "longrope"} | lists | magnitude
   if "rope_freqs.weight" in tensors:
     if has_factor and kind != "none":
       raise origin.error(

@@ -11,13 +11,30 @@ from vqjax.lm.models import Rotary, rotary
 __all__ = []
 
 
-def rotary_of(config: Mapping[str, Any], width: int | None = None) -> Rotary:
-  """Rotary embeddings of a config's `rope_theta` with its scaling, in old words or in new."""
-  base = 1e4 if config.get("rope_theta") is None else config["rope_theta"]
-  scaling = config.get("rope_scaling") or config
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+  """What a config says of its rotary embeddings, in old words or in new; old ones count first.
+
+  Where kinds of blocks differ, it is that of blocks that attend to all positions.
+  """
+  old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+  if "full_attention" in new:
+    return dict(new["full_attention"]) | dict(old)
+  return dict(old or new)
+
+
+def rotary_of(
+  rope: Mapping[str, Any], config: Mapping[str, Any], width: int | None = None
+) -> Rotary:
+  """Rotary embeddings as transformers has them.
+
+  Args:
+    rope: a scaling, which may be empty; its `rope_theta` counts before that of the config.
+    config: the config around it.
+    width: width of a head, which is compared with the scaling; None: unknown.
+  """
 
   def get(key: str, default: Any = None) -> Any:
-    value = scaling.get(key)
+    value = rope.get(key)
     is_number = type(value) is int and key != "original_max_position_embeddings"
     return default if value is None else float(value) if is_number else value
 
@@ -26,12 +43,16 @@ def rotary_of(config: Mapping[str, Any], width: int | None = None) -> Rotary:
     raise ValueError("`rope_type` is missing beside the `factor` of a scaling")
   kind = kind or "default"
   kind = "longrope" if kind == "su" else kind
+  base = get("rope_theta", config.get("rope_theta"))
+  context = config.get("original_max_position_embeddings")
+  context = context or get("original_max_position_embeddings")
+  context = context or config.get("max_position_embeddings")
   fraction = get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
   needed = {
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "divisors": ("divisors",),
   }.get(kind, ())
@@ -44,14 +65,14 @@ def rotary_of(config: Mapping[str, Any], width: int | None = None) -> Rotary:
     "linear": lambda: rotary.LinearScaling(get("factor")),
     "dynamic": lambda: rotary.Dynamic(get("factor"), config["max_position_embeddings"]),
     "longrope": lambda: rotary.LongRope(
-      *(tuple(map(float, get(key))) for key in needed[:2]),
-      get("original_max_position_embeddings"),
-      _longrope_magnitude(get, config),
+      *(tuple(map(float, get(key))) for key in needed),
+      context,
+      _longrope_magnitude(get, config["max_position_embeddings"], context),
     ),
-    "llama3": lambda: rotary.Llama3(*map(get, needed)),
+    "llama3": lambda: rotary.Llama3(*map(get, needed), context),
     "yarn": lambda: rotary.Yarn(
       get("factor"),
-      get("original_max_position_embeddings") or config["max_position_embeddings"],
+      context,
       get("beta_fast") or 32.0,
       get("beta_slow") or 1.0,
       _yarn_magnitude(get),
@@ -77,15 +98,14 @@ def rotary_of(config: Mapping[str, Any], width: int | None = None) -> Rotary:
         f"`{key}` must have a number for each pair of coordinates that is turned, {turned // 2};"
         f" got {len(get(key))}"
       )
-  return Rotary(float(base), made, fraction)
+  return Rotary(1e4 if base is None else float(base), made, fraction)
 
 
-def _longrope_magnitude(get: Callable[[str], Any], config: Mapping[str, Any]) -> float:
+def _longrope_magnitude(get: Callable[[str], Any], longest: int, context: int) -> float:
   """The factor of cosines and sines that a config asks for, or that of the paper."""
-  context = get("original_max_position_embeddings")
   if get("attention_factor") is not None:
     return get("attention_factor")
-  factor = get("factor") or config["max_position_embeddings"] / context
+  factor = get("factor") or longest / context
   return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
 
 

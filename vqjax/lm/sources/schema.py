@@ -121,6 +121,7 @@ class _Rotary:
   num_hidden_layers: Depth
   num_attention_heads: Axis
   max_position_embeddings: Size
+  original_max_position_embeddings: Size | None = None
   num_key_value_heads: Axis | None = None
   head_dim: Axis | None = None
   rms_norm_eps: Epsilon = 1e-6
@@ -271,7 +272,7 @@ class Phi3Config(_Rotary):
   rms_norm_eps: Epsilon = 1e-5
   attention_bias: Literal[False] = False
   mlp_bias: Literal[False] = False
-  original_max_position_embeddings: Size = 4096
+  original_max_position_embeddings: Size | None = 4096
   sliding_window: Size | None = None
 
 
