@@ -251,6 +251,38 @@ def test_settings_of_a_folder_without_tokenizer_json_are_kept(words):
     of_folder(words, bos_token_id=999)
 
 
+@pytest.fixture
+def with_json(words):
+  """A folder with a tokenizer.json, whose `<|im_end|>` is text."""
+  model = of_folder(words).model
+  model.add_tokens(["<|im_end|>"])
+  model.save(str(words / "tokenizer.json"))
+  return words
+
+
+def test_tokens_that_are_beside_a_tokenizer_json_are_added_to_it(with_json):
+  decoder = {
+    "259": {"content": "<tool>", "special": False, "lstrip": True, "normalized": False},
+    "257": {"content": "<|endoftext|>", "special": True},
+  }
+  config = {
+    "eos_token": "<|im_end|>",
+    "extra_special_tokens": {"image_token": "<image>"},
+    "pad_token": "<pad>",
+    "added_tokens_decoder": decoder,
+  }
+  write(with_json, tokenizer_config=config, added_tokens={"<tool_end>": 260})
+  found = of_folder(with_json)
+  ids = [256, 259, 256, 260, 258, 261, 262]
+  assert found.encode("hi <tool>hi<tool_end><|im_end|><pad><image>") == ids
+  assert found.decode(ids) == "hi<tool>hi<tool_end>"
+  assert (found.eos, of_folder(with_json, eos_token_id=[257]).eos) == ((258,), (257,))
+  decoder["300"] = {"content": "<far>"}
+  write(with_json, tokenizer_config=config)
+  with pytest.raises(ValueError, match=r"tokenizer.json; got 300 for '<far>', which would be 261"):
+    of_folder(with_json)
+
+
 FOLDERS = {
   "another tokenizer": ({"tokenizer_config": {"tokenizer_class": "LlamaTokenizer"}}, "json"),
   "an id of another token": ({"added_tokens": {"<x>": 3}}, "<x>"),

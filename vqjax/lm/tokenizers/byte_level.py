@@ -18,6 +18,7 @@ Source: names and rules of src/llama-vocab.cpp of https://github.com/ggml-org/ll
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -39,6 +40,8 @@ class AddedToken:
     control: decoding leaves it out.
     lstrip: spaces before it belong to it.
     rstrip: spaces behind it belong to it.
+    single_word: it is not matched inside of a word, by the `tokenizers` library.
+    normalized: it is matched in a text that has been normalised, by the `tokenizers` library.
   """
 
   text: str
@@ -46,6 +49,12 @@ class AddedToken:
   control: bool = True
   lstrip: bool = False
   rstrip: bool = False
+  single_word: bool = False
+  normalized: bool = False
+
+
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+"""Flags of an added token that have the names of the `tokenizers` library."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,15 +226,17 @@ def byte_level(
   if rule.composed:
     model.normalizer = normalizers.NFC()
   model.pre_tokenizer = library.pre_tokenizers.Sequence(splits)
-  of_kind = {True: [], False: []}
-  for token in added:
-    strips = {"lstrip": token.lstrip, "rstrip": token.rstrip}
-    of_kind[token.control].append(
-      library.AddedToken(token.text, normalized=False, special=token.control, **strips)
-    )
-  model.add_special_tokens(of_kind[True])
-  model.add_tokens(of_kind[False])
+  add_tokens(model, added)
   return model
+
+
+def add_tokens(model: Any, added: Iterable[AddedToken]) -> None:
+  """Let a `tokenizers` model match tokens as a whole; new ones get the next ids in turn."""
+  make = import_checkpoints_extra("tokenizers").AddedToken
+  for control, tokens in itertools.groupby(added, key=lambda token: token.control):
+    add = model.add_special_tokens if control else model.add_tokens
+    flags = lambda token: {name: getattr(token, name) for name in FLAGS}
+    add([make(token.text, special=control, **flags(token)) for token in tokens])
 
 
 def begin_with(model: Any, token: str) -> None:

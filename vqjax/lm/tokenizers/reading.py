@@ -21,7 +21,15 @@ from vqjax.lm.sources.readers import (
   read_json,
 )
 from vqjax.lm.texts import read_text
-from vqjax.lm.tokenizers.byte_level import RULES, SPACE, AddedToken, begin_with, byte_level
+from vqjax.lm.tokenizers.byte_level import (
+  FLAGS,
+  RULES,
+  SPACE,
+  AddedToken,
+  add_tokens,
+  begin_with,
+  byte_level,
+)
 from vqjax.lm.tokenizers.gguf_vocabulary import (
   BYTE,
   CONTROL,
@@ -472,6 +480,10 @@ def _of_folder(source: ModelSource) -> Tokenizer | None:
     # Settings of training that some files keep.
     model.no_truncation()
     model.no_padding()
+    settings = _optional(folder / "tokenizer_config.json")
+    named = _named_tokens(settings, _optional(folder / "special_tokens_map.json"))
+    _add_beside(folder, model, settings, named)
+    bos, eos = _ends_of(named, model.token_to_id, bos, eos)
     file = str(folder / "tokenizer.json")
     return JsonTokenizer(model, bos, eos, beside=_beside(folder), file=file)
   return _without_json(folder, config["model_type"], bos, eos)
@@ -493,11 +505,11 @@ def _without_json(
     return None
   named = _named_tokens(settings, _optional(folder / "special_tokens_map.json"))
   numbers = _optional(folder / "added_tokens.json")
-  added = _added_tokens(folder, settings, numbers, known, named)
+  # By default it is a special token of the classes that read merges.
+  special = named | {"default": "<|endoftext|>"}
+  added = _added_tokens(folder, settings, numbers, known, special)
   number_of = known | {token.text: token.number for token in added}
-  # What transformers takes where a config has no ids.
-  bos = number_of.get(named.get("bos_token")) if bos is None else bos
-  eos = eos or [number_of[name] for name in [named.get("eos_token")] if name in number_of]
+  bos, eos = _ends_of(named, number_of.get, bos, eos)
   adds_bos = _setting(folder, settings, "add_bos_token", content is not None)
   if content is not None:
     spaced = "each" if _setting(folder, settings, "legacy", True) else "first"
@@ -512,6 +524,43 @@ def _without_json(
       )
     begin_with(model, model.id_to_token(bos))
   return JsonTokenizer(model, bos, eos, beside=_beside(folder))
+
+
+def _ends_of(
+  named: Mapping[str, str], number_of: Callable[[str], int | None], bos: int | None, eos: list[int]
+) -> tuple[int | None, list[int]]:
+  """BOS and what ends a text: those of the config, or else the named tokens."""
+  own = {name: number_of(named[name]) for name in ("bos_token", "eos_token") if name in named}
+  bos = own.get("bos_token") if bos is None else bos
+  return bos, eos or [n for n in [own.get("eos_token")] if n is not None]
+
+
+NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+"""Names of special tokens, in the order in which transformers adds those without an id."""
+
+
+def _add_beside(
+  folder: pathlib.Path, model: Any, settings: Mapping[str, Any], named: Mapping[str, str]
+) -> None:
+  """Add the tokens to a tokenizer.json that the files beside it have in addition, or name."""
+  known = model.get_vocab(with_added_tokens=True)
+  own = {token.content: token.special for token in model.get_added_tokens_decoder().values()}
+  numbers = _optional(folder / "added_tokens.json")
+  listed = _added_tokens(folder, settings, numbers, known, named)
+  # Those of tokenizer.json stay as they are, except that a named token is a control token.
+  new = [t for t in listed if t.text not in own or (t.control and not own[t.text])]
+  new.sort(key=lambda token: token.number)
+  in_order = {f"{name}_token": named.get(f"{name}_token") for name in NAMES} | dict(named)
+  texts = dict.fromkeys(text for text in in_order.values() if text)
+  listed_texts = known.keys() | {token.text for token in new}
+  add_tokens(model, [*new, *(AddedToken(text, -1) for text in texts if text not in listed_texts)])
+  for token in new:
+    if (found := model.token_to_id(token.text)) != token.number:
+      raise ValueError(
+        f"each added token of {folder} must have the id that follows those of tokenizer.json; got"
+        f" {token.number} for {token.text!r}, which would be {found}. Download the files of one"
+        " tokenizer."
+      )
 
 
 def _of_words(
@@ -576,6 +625,8 @@ def _named_tokens(*files: Mapping[str, Any]) -> dict[str, str]:
   for settings in files:
     for key, value in settings.items():
       many = key in ("additional_special_tokens", "extra_special_tokens")
+      if many and isinstance(value, dict):
+        value = [*value.values()]
       values = value if many and isinstance(value, list) else [value]
       if not many and not key.endswith("_token"):
         continue
@@ -602,7 +653,7 @@ def _added_tokens(
     known: ids of the vocabulary without added tokens.
     named: texts of the special tokens.
   """
-  special = {*named.values(), "<|endoftext|>"}
+  special = {*named.values()}
   added = {text: {"number": known[text]} for text in special if text in known}
   added |= {text: {"number": number} for text, number in numbers.items()}
   for number, entry in _setting(folder, settings, "added_tokens_decoder", {}).items():
@@ -612,7 +663,7 @@ def _added_tokens(
         f"`added_tokens_decoder` of {folder / 'tokenizer_config.json'} must have a `content` for"
         f" each id; got {entry!r} for {number!r}. Download it again."
       )
-    flags = {flag: entry.get(flag) is True for flag in ("lstrip", "rstrip")}
+    flags = {flag: entry.get(flag) is True for flag in FLAGS}
     is_control = entry.get("special") is True or entry["content"] in special
     added[entry["content"]] = {"number": int(number), "control": is_control} | flags
   if wrong := [number for number in known.values() if type(number) is not int or number < 0]:
