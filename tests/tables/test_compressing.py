@@ -359,6 +359,11 @@ def test_equal_rows_are_kept_exactly(method):
     ({"table": np.zeros((0, 7))}, r"`table` must have shape \[V, D\].*\[0, 7\]"),
     ({"table": np.zeros((5, 3), int)}, "`table` must hold floating-point .*int64"),
     ({"table": np.array([[1.0], [np.nan]])}, "`table` must be finite.*row 1"),
+    ({"table": np.array([[1.0], [1e300]])}, "`table` must be finite in float32.*row 1"),
+    (
+      {"table": 1e6 * TABLE, "method": vqjax.Packed(), "bytes": 0.5},
+      "`table` must have means and scales that float16 holds",
+    ),
     ({"bytes": 1 / 16}, "`bytes` must be left out for a method that has its own size"),
     ({"bytes": 1 / 16, "kl": 0.1}, "one of `bytes` and `kl` .*both"),
     ({"method": None}, "one of `bytes` and `kl` .*neither"),
@@ -413,3 +418,19 @@ def test_a_long_row_does_not_hide_the_errors_of_the_others():
   even = vqjax.compress(table[8:], method=vqjax.Scalar(bits=3)).report
   assert even.median_error == pytest.approx(even.error, rel=0.2)
   assert "an outlier" not in str(even)
+
+
+def test_a_long_column_does_not_hide_the_errors_of_the_others():
+  table = np.random.default_rng(0).standard_normal((300, 16), np.float32)
+  table[:, 3] *= 1e3
+  small = vqjax.compress(table, method=vqjax.Scalar(bits=3))
+  found = np.asarray(small.rows(np.arange(300)), np.float64)
+  of_columns = ((found - table) ** 2).sum(axis=0) / (np.float64(table) ** 2).sum(axis=0)
+  assert small.report.median_column_error == pytest.approx(np.median(of_columns), rel=1e-6)
+  assert "an outlier among the columns" in str(small.report)
+
+
+def test_the_scale_of_a_table_does_not_matter():
+  plain = vqjax.compress(TABLE, bytes=1 / 4).report
+  tiny = vqjax.compress(TABLE * np.float32(2**-30), bytes=1 / 4).report
+  assert tiny.error == pytest.approx(plain.error, rel=0.1)

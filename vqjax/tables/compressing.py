@@ -285,6 +285,8 @@ class Report:
       long rows.
     worst_error: the largest of them.
     worst_row: its row.
+    median_column_error: the median of the same measure of each column alone: the mean may be that
+      of a few large columns.
     kl: mean divergence of softmax(hidden · rowsᵀ + bias) on the sample of hidden states, in nats;
       None without `hidden`.
     seconds: duration of the compression.
@@ -300,15 +302,17 @@ class Report:
   median_error: float
   worst_error: float
   worst_row: int
+  median_column_error: float
   kl: float | None
   seconds: float
 
   def __str__(self) -> str:
     """The report in one line."""
-    outlier = ""
-    if self.median_error > 10 * self.error:
+    outlier, medians = "", {"rows": self.median_error, "columns": self.median_column_error}
+    if hidden := [name for name, median in medians.items() if median > 10 * self.error]:
       outlier = (
-        "; an outlier among the rows, far longer than the others, makes the error look small"
+        f"; an outlier among the {' and the '.join(hidden)}, far longer than the others, makes the"
+        f" error look small, which is {medians[hidden[-1]]:.3g} in the median of the {hidden[-1]}"
       )
     divergence = "" if self.kl is None else f"; divergence {self.kl:.3g} nats"
     return (
@@ -540,11 +544,13 @@ def _matrix(table: Any) -> np.ndarray:
       f"`table` must hold floating-point numbers; got {rows.dtype}. Convert it to float32."
     )
   for first in range(0, len(rows), BLOCK):
-    broken = np.flatnonzero(~np.isfinite(rows[first : first + BLOCK]).all(axis=1))
+    with np.errstate(over="ignore"):
+      block = np.asarray(rows[first : first + BLOCK], np.float32)
+    broken = np.flatnonzero(~np.isfinite(block).all(axis=1))
     if broken.size:
       raise ValueError(
-        f"`table` must be finite; got nan or infinity in row {first + broken[0]}. Use an earlier"
-        " checkpoint, or set such rows to zero."
+        f"`table` must be finite in float32; got nan or infinity in row {first + broken[0]}. Use an"
+        " earlier checkpoint, or set such rows to zero."
       )
   return rows
 
@@ -626,7 +632,7 @@ def _product_within(budget: int, rows: np.ndarray) -> tuple[int, int, bool]:
 
 def _errors(small, rows, weights, moment) -> dict[str, float]:
   """The relative squared errors of a `Report` by name."""
-  sums, of_rows = np.zeros((2, 2)), np.zeros(len(rows))
+  sums, of_rows, of_columns = np.zeros((2, 2)), np.zeros(len(rows)), np.zeros((2, rows.shape[1]))
   for first in range(0, len(rows), BLOCK):
     block = np.asarray(rows[first : first + BLOCK], np.float64)
     # One shape for all blocks, so that one program is compiled.
@@ -635,15 +641,18 @@ def _errors(small, rows, weights, moment) -> dict[str, float]:
     own = np.ones(len(block)) if weights is None else weights[first : first + BLOCK]
     for column, x in enumerate((error, block)):
       sums[0, column] += (x**2).sum()
+      of_columns[column] += (x**2).sum(axis=0)
       sums[1, column] += own @ ((x if moment is None else x @ moment) * x).sum(axis=1)
     length = (block**2).sum(axis=1)
-    # A row of zeros has no relative error.
+    # A row or a column of zeros has no relative error.
     of_rows[first : first + BLOCK] = (error**2).sum(axis=1) / np.where(length > 0, length, np.inf)
   plain, weighted = sums[:, 0] / np.where(sums[:, 1] > 0, sums[:, 1], 1)
+  of_columns = of_columns[0] / np.where(of_columns[1] > 0, of_columns[1], np.inf)
   return {
     "error": float(plain),
     "weighted_error": float(weighted),
     "median_error": float(np.median(of_rows)),
     "worst_error": float(of_rows.max()),
     "worst_row": int(of_rows.argmax()),
+    "median_column_error": float(np.median(of_columns)),
   }

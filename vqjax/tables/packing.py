@@ -147,7 +147,7 @@ def pack(
     weight[c] = p[rows].mean() if len(rows) else 0
   # Rounded as they are kept, so that the bits make up for what rounding costs.
   offset = mean.astype(np.float64) @ basis.forward
-  kept = (center + offset).astype(np.float16)
+  kept = _in_float16(center + offset)
   center = kept.astype(np.float64) - offset
   deviation = np.sqrt(np.maximum(square - center**2, 0))
   coding = TRELLIS if is_trellis else LEVELS
@@ -161,7 +161,7 @@ def pack(
       continue
     start, columns = at, np.argsort(-width[c].astype(int), kind="stable")
     for _ in range(passes):
-      scale[c] = scale[c].astype(np.float16)
+      scale[c] = _in_float16(scale[c])
       product, power, at = 0.0, 1e-30, start
       for x_ND in blocks(rows):
         x_ND = (x_ND - center[c].astype(np.float32))[:, columns]
@@ -175,8 +175,20 @@ def pack(
         done += len(x_ND)
         progress(done / (passes * len(order)))
       scale[c, columns] = np.where(width[c, columns], np.maximum(product / power, 0), 0)
-  scale = scale.astype(np.float16)
-  return PackedTable(stream, rank, size, width, scale, kept, basis.inverse, is_trellis)
+  return PackedTable(stream, rank, size, width, _in_float16(scale), kept, basis.inverse, is_trellis)
+
+
+def _in_float16(numbers):
+  """Means or scales as they are kept."""
+  with np.errstate(over="ignore"):
+    kept = np.asarray(numbers).astype(np.float16)
+  if not np.isfinite(kept).all():
+    raise ValueError(
+      f"`table` must have means and scales that float16 holds, below {np.finfo(np.float16).max:,};"
+      f" got {np.abs(numbers).max():.3g}. Set its outliers to zero, or use another method than"
+      " packed bits."
+    )
+  return kept
 
 
 def row_group_sizes(

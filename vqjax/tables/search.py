@@ -36,7 +36,7 @@ MOST_CODINGS = 8
 """Most steps at which the tables are coded to meet a size."""
 
 LEAST_STEP, LARGEST_STEP = 2.0**-14, 2.0**10
-"""Steps that are tried, unless the coordinates of a table are very large."""
+"""Steps that are tried, unless the coordinates of a table are very large or very small."""
 
 LEAST_BITS, MOST_BITS = 0.25, 8.0
 """Bits of a number of packed tables, on average."""
@@ -85,8 +85,13 @@ class Tables:
   @functools.cached_property
   def limits(self) -> tuple[float, float]:
     """The least step, at which integers do not overflow, and one at which all of them are 0."""
-    largest = max(own.largest for own in self._coordinates.values())
-    return max(LEAST_STEP, 1.01 * largest / MOST_LEVELS), max(LARGEST_STEP, 2.1 * largest)
+    largest = [own.largest for own in self._coordinates.values()]
+    # A table of small numbers needs small steps.
+    least = LEAST_STEP * min([1.0, *filter(None, largest)])
+    return (
+      max(least, 1.01 * max(largest) / MOST_LEVELS),
+      max(LARGEST_STEP, 2.1 * max(largest)),
+    )
 
   def tables_at(self, step: float) -> dict[str, CodedTable]:
     """The tables as integers."""
