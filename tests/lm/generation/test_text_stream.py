@@ -37,6 +37,12 @@ def test_bytes_that_are_no_character_come_with_the_end():
   assert text.finish() == "\ufffd"
 
 
+def test_a_character_that_the_prompt_begins_is_part_of_the_text():
+  text = TextStream(Bytes(), "aé😀".encode()[:-2])
+  pieces = [text.push(token) for token in "😀b".encode()[2:]]
+  assert pieces == ["", "😀", "b"]
+
+
 def test_what_may_begin_a_stop_string_is_held_back():
   text = TextStream(Bytes(), [], ["abd", "xyz"])
   pieces = [text.push(token) for token in b"qabcab"]
@@ -44,8 +50,8 @@ def test_what_may_begin_a_stop_string_is_held_back():
   assert not text.stopped
   assert text.push(ord("d")) == ""
   assert text.stopped
+  assert (text.push(ord("x")), text.finish()) == ("", "")
   assert text.text == "qabc"
-  assert text.finish() == ""
 
 
 def test_the_earliest_of_two_stop_strings_ends_the_text():

@@ -42,7 +42,9 @@ class TextStream:
     self.text, self.stopped = "", False
 
   def push(self, token: int) -> str:
-    """The piece that a further token completes, often empty."""
+    """The piece that a further token completes, often empty; nothing follows a stop."""
+    if self.stopped:
+      return ""
     if int(token) in self._ends:
       rest, self.stopped = self.finish(), True
       return rest
@@ -61,7 +63,11 @@ class TextStream:
   def _decoded(self) -> str:
     """The text of the tokens that have not been taken."""
     before = self._tokenizer.decode(self._tokens[self._first : self._read])
-    return self._tokenizer.decode(self._tokens[self._first :])[len(before) :]
+    whole = self._tokenizer.decode(self._tokens[self._first :])
+    # A prompt may end within a character, which the first tokens complete.
+    while not whole.startswith(before) and before.endswith(BROKEN):
+      before = before[:-1]
+    return whole[len(before) :]
 
   def _take(self, text: str) -> str:
     self._first, self._read = self._read if text else self._first, len(self._tokens)
