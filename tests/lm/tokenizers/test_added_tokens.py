@@ -277,10 +277,11 @@ def test_tokens_that_are_beside_a_tokenizer_json_are_added_to_it(with_json):
   assert found.encode("hi <tool>hi<tool_end><|im_end|><pad><image>") == ids
   assert found.decode(ids) == "hi<tool>hi<tool_end>"
   assert (found.eos, of_folder(with_json, eos_token_id=[257]).eos) == ((258,), (257,))
-  decoder["300"] = {"content": "<far>"}
-  write(with_json, tokenizer_config=config)
-  with pytest.raises(ValueError, match=r"tokenizer.json; got 300 for '<far>', which would be 261"):
-    of_folder(with_json)
+  # An id that tokenizer.json contradicts, or that does not follow.
+  for entry in ({"300": {"content": "<far>"}}, {"256": {"content": "<far>"}}):
+    write(with_json, tokenizer_config=config | {"added_tokens_decoder": decoder | entry})
+    with pytest.warns(UserWarning, match="tokenizer.json has other ids than .* '<far>' is left"):
+      assert of_folder(with_json).encode("hi <tool><pad>") == [256, 259, 261]
 
 
 FOLDERS = {

@@ -10,6 +10,7 @@ import json
 import pathlib
 import re
 import struct
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -545,22 +546,43 @@ def _add_beside(
   """Add the tokens to a tokenizer.json that the files beside it have in addition, or name."""
   known = model.get_vocab(with_added_tokens=True)
   own = {token.content: token.special for token in model.get_added_tokens_decoder().values()}
-  numbers = _optional(folder / "added_tokens.json")
-  listed = _added_tokens(folder, settings, numbers, known, named)
+  text_of = {number: text for text, number in known.items()}
+  left_out = []
+
+  def fits(text: Any, number: Any) -> bool:
+    """Whether tokenizer.json does not contradict the id of a token; others are found later."""
+    if not isinstance(text, str) or type(number) is not int:
+      return True
+    is_kept = known.get(text, number) == number and text_of.get(number, text) == text
+    left_out.extend([] if is_kept else [text])
+    return is_kept
+
+  numbers = {t: n for t, n in _optional(folder / "added_tokens.json").items() if fits(t, n)}
+  entries = _setting(folder, settings, "added_tokens_decoder", {})
+  number_of = lambda key: int(key) if key.isdecimal() and len(key) < 10 else None
+  content = lambda entry: entry.get("content") if isinstance(entry, dict) else None
+  entries = {n: entry for n, entry in entries.items() if fits(content(entry), number_of(n))}
+  settings = dict(settings) | {"added_tokens_decoder": entries}
   # Those of tokenizer.json stay as they are, except that a named token is a control token.
-  new = [t for t in listed if t.text not in own or (t.control and not own[t.text])]
-  new.sort(key=lambda token: token.number)
+  new, end = [], max(model.get_vocab_size(with_added_tokens=False), *(known[t] + 1 for t in own), 0)
+  listed = _added_tokens(folder, settings, numbers, known, named)
+  for token in sorted(listed, key=lambda token: token.number):
+    if token.text in known:
+      new += [token] if token.control and not own.get(token.text) else []
+    elif token.number == end:
+      new.append(token)
+      end += 1
+    else:
+      left_out.append(token.text)
+  if left_out:
+    warnings.warn(
+      f"{folder / 'tokenizer.json'} has other ids than added_tokens.json or tokenizer_config.json"
+      f" beside it, whose {shown(left_out[0])} is left out: use the files of one tokenizer.",
+      stacklevel=2,
+    )
   in_order = {f"{name}_token": named.get(f"{name}_token") for name in NAMES} | dict(named)
-  texts = dict.fromkeys(text for text in in_order.values() if text)
-  listed_texts = known.keys() | {token.text for token in new}
-  add_tokens(model, [*new, *(AddedToken(text, -1) for text in texts if text not in listed_texts)])
-  for token in new:
-    if (found := model.token_to_id(token.text)) != token.number:
-      raise ValueError(
-        f"each added token of {folder} must have the id that follows those of tokenizer.json; got"
-        f" {token.number} for {token.text!r}, which would be {found}. Download the files of one"
-        " tokenizer."
-      )
+  absent = {text: None for text in in_order.values() if text and text not in known}
+  add_tokens(model, [*new, *(AddedToken(t, -1) for t in absent if t not in {x.text for x in new})])
 
 
 def _of_words(
