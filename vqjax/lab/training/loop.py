@@ -40,6 +40,7 @@ def fit(
   *,
   test: bool = True,
   source: Mapping[str, Any] | None = None,
+  identified: Experiment | None = None,
 ) -> dict:
   """Train an experiment in its run folder, or resume it; return the result.
 
@@ -54,6 +55,8 @@ def fit(
     test: score the test split at the end; a run that only chooses settings must not read it.
     source: what the experiment was made from, such as {"config": its file, "overrides": [...]}, for
       commands that read the run; kept in a new folder, and not part of the run's identity.
+    identified: the experiment that identifies the run, where `experiment` names folders that may
+      move; None: `experiment`.
 
   Raises:
     ValueError: the folder belongs to another config; or the text, the tokenizer or a checkpoint
@@ -61,21 +64,21 @@ def fit(
     NotFiniteError: a loss, gradient or parameter is not finite; the last checkpoint is kept.
     OSError: the disk is full, or the folder cannot be written or is not shared.
   """
-  folder = pathlib.Path(folder)
-  distributed.agree("config", config_hash(experiment))
+  folder, identified = pathlib.Path(folder), identified or experiment
+  distributed.agree("config", config_hash(identified))
   distributed.agree("train.mesh", str(experiment.train.mesh))
   text = distributed.main_first("text", lambda: load_text(experiment))
   distributed.agree("text", json.dumps(text.identity), patience=DAY)
   make_program = lambda: Program(text.experiment, make_mesh(experiment.train.mesh))
   # Made before a new folder is: a model that cannot be made must not leave one.
   program = None if (folder / "config.json").exists() else make_program()
-  run = RunFolder(folder, experiment, text.identity, source)
+  run = RunFolder(folder, identified, text.identity, source)
   try:
     result = run.result()
     if result is not None and result["status"] == "finished":
       return result
     # The hash of the config as written, before the vocabulary is filled in.
-    identity = {"config_hash": config_hash(experiment), "seed": experiment.seed}
+    identity = {"config_hash": config_hash(identified), "seed": experiment.seed}
     identity = {"name": experiment.name, **identity}
     try:
       outcome = _Training(text, run, program or make_program()).run_to_end(test)
