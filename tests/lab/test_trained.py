@@ -90,8 +90,8 @@ def test_a_run_knows_the_file_that_it_was_made_from(run, tmp_path, monkeypatch):
   given = {}
   monkeypatch.setattr(train, "fit", lambda experiment, folder, source: given.update(source) or {})
   monkeypatch.setattr(train, "print_result", lambda result, folder: None)
-  assert train.main([str(config), "train.steps=7"]) == 0
-  assert given == {"config": str(config), "overrides": ["train.steps=7"]}
+  assert train.main([str(config), "train.steps=7", "--separator", "|"]) == 0
+  assert given == {"config": str(config), "overrides": ["train.steps=7", "data.separator=|"]}
 
 
 def test_a_run_without_its_config_or_with_another_is_refused(run, capsys):
