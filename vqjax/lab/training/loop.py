@@ -52,7 +52,8 @@ def fit(
   Args:
     experiment: the experiment.
     folder: its run folder.
-    test: score the test split at the end; a run that only chooses settings must not read it.
+    test: score the test split and time the loss at the end; a run that only chooses settings must
+      not read that split.
     source: what the experiment was made from, such as {"config": its file, "overrides": [...]}, for
       commands that read the run; kept in a new folder, and not part of the run's identity.
     identified: the experiment that identifies the run, where `experiment` names folders that may
@@ -113,6 +114,7 @@ class _Training:
     complete_by = 2 * self.train.save_every
     self.checkpoints = Checkpoints(run.path, self.train.keep, run.owner, complete_by)
     self.loss, self.clock, self.last_row = None, _Clock(), None
+    self.valid: dict | None = None  # of the last step, once it is evaluated
     restored = self.checkpoints.restore(program.abstract_state)
     # A run that has a checkpoint does not read `init_from`, whose folder may be gone by now.
     if restored is not None:
@@ -218,6 +220,7 @@ class _Training:
     if step % train.eval_every == 0 or step == train.steps:
       metrics = self._score("valid").numbers()
       self._write({"step": step, "valid": metrics})
+      self.valid = metrics if step == train.steps else None
     position = {
       "data": self.batches.get_state(),
       "loss": self.loss,
@@ -245,7 +248,8 @@ class _Training:
     seconds, steps = self.clock.seconds, self.clock.steps
     params, variables = jax.tree.leaves(self.state.params), jax.tree.leaves(self.state.variables)
     result = {
-      "valid": self._score("valid").numbers(),
+      # Scored again only where the process ended between the last checkpoint and the result.
+      "valid": self.valid or self._score("valid").numbers(),
       "test": self._score("test").numbers() if test else None,
       "head": None,
       "embedding": None,
@@ -271,7 +275,8 @@ class _Training:
     if head is not None:
       tied = getattr(head, "embedding", None) is not None
       result["head"] = {"class": type(head).__name__, **head.size()._asdict(), "tied": tied}
-      result["loss"] = self._loss_cost(head) if is_main() else None  # only process 0 writes
+      is_timed = test and is_main()  # only process 0 writes
+      result["loss"] = self._loss_cost(head) if is_timed else None
     embedding = getattr(self.model, "embedding", None)  # a model of images has no embedding
     if embedding is not None:
       shipped = {"shipped_bytes": embedding.inference_size().state_bytes}
