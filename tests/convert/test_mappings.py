@@ -31,6 +31,16 @@ def test_vectors_of_contexts_have_equal_lengths_or_those_of_their_mean():
   np.testing.assert_allclose(equal, stats.counts > 0, atol=1e-12)
 
 
+def test_vectors_of_equal_texts_are_computed_once(monkeypatch):
+  tokens = np.random.default_rng(1).integers(0, 20, 500)
+  stats = convert.TokenStats(tokens, np.bincount(tokens), None, None)
+  first = convert.ContextVectors()(stats, 4)
+  monkeypatch.setattr(convert.mappings.assign, "context_vectors", None)
+  np.testing.assert_array_equal(
+    convert.ContextVectors()(stats._replace(tokens=tokens.copy()), 4), first
+  )
+
+
 @pytest.mark.parametrize(
   ("tokens", "vocab", "error"), [([0] * 9, 2, "9 tokens of which none"), ([0] * 9, 1, "got 1")]
 )

@@ -77,24 +77,21 @@ def test_a_run_knows_the_file_that_it_was_made_from(run, tmp_path, monkeypatch):
   shutil.copytree(folder, copy)
   study = tmp_path / "study.py"
   study.write_text(CONFIG.format(text=str(text)) + STUDY)
-  made = {
-    "config": {"config": str(config), "overrides": ["name=tiny"]},
-    "study": {
-      "study": str(study),
-      "row": "tiny",
-      "seed": 0,
-      "scale": "1",
-      "runs": {"tiny": {"folder": "", "fields": {"train.learning_rate": 1e-2}}},
-    },
-  }
-  for source in made.values():
+  row = {"identity": "", "fields": {"train.learning_rate": 1e-2}}
+  of_study = {"row": "tiny", "seed": 0, "scale": "1", "runs": {"tiny": row}}
+  moved = study.rename(tmp_path / "moved.py")
+  for source, given in (
+    ({"config": str(config), "overrides": ["name=tiny"]}, None),
+    ({"study": str(moved), **of_study}, None),
+    ({"study": str(study), **of_study}, str(moved)),
+  ):
     records.write(copy / "config.json", kept | {"source": source})
-    assert load_model(str(copy)).model == load_model(str(folder), str(config)).model
+    assert load_model(str(copy), given).model == load_model(str(folder), str(config)).model
   given = {}
   monkeypatch.setattr(train, "fit", lambda experiment, folder, source: given.update(source) or {})
   monkeypatch.setattr(train, "print_result", lambda result, folder: None)
-  assert train.main([str(config), "train.steps=7"]) == 0
-  assert given == {"config": str(config), "overrides": ["train.steps=7"]}
+  assert train.main([str(config), "train.steps=7", "--separator", "|"]) == 0
+  assert given == {"config": str(config), "overrides": ["train.steps=7", "data.separator=|"]}
 
 
 def test_a_run_without_its_config_or_with_another_is_refused(run, capsys):

@@ -7,8 +7,8 @@ import argparse
 import time
 
 from vqjax.commands.console import option
-from vqjax.commands.run_folders import config_parser, with_config
-from vqjax.lab.config import Experiment, with_fields
+from vqjax.commands.run_folders import SEPARATOR, config_parser, with_config
+from vqjax.lab.config import Experiment
 from vqjax.lab.data import Filtered, encode_split, fit_tokenizer
 from vqjax.lab.data.source import SPLITS
 
@@ -21,25 +21,20 @@ examples:
   vqjax corpus configs/lm_dense.py data.path=stories.txt --separator '<|endoftext|>'
 
 The command fits the tokenizer and encodes the text where the cache lacks them, so that training on
-the same config starts at once. It is trained with the same data.separator."""
+the same config starts at once. It is trained with the same --separator."""
 
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return its exit code: 2 for a wrong call."""
   description = "Count a corpus: the documents that its filters drop, and its tokens."
   parser = config_parser("corpus", description, EXAMPLES)
-  text = "text between documents: the field data.separator, such as '<|endoftext|>'"
-  option(parser, "--separator", text, metavar="TEXT")
-
-  def act(experiment: Experiment, options: argparse.Namespace) -> None:
-    separator = {} if options.separator is None else {"data.separator": options.separator}
-    _print_counts(with_fields(experiment, separator))
-
-  return with_config(parser, arguments, act)
+  option(parser, "--separator", SEPARATOR, metavar="TEXT")
+  return with_config(parser, arguments, _print_counts)
 
 
-def _print_counts(experiment: Experiment) -> None:
+def _print_counts(experiment: Experiment, options: argparse.Namespace) -> None:
   """Print the report of the filters, the vocabulary, and the size of each split."""
+  del options
   source = experiment.data
   if experiment.tokenizer is None:
     raise ValueError(

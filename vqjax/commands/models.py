@@ -34,7 +34,7 @@ def load_model(
 
   Args:
     path: a pretrained model, here or under $VQJAX_DATA, or a run folder.
-    config: config file of the run; None: the one that the run names, if it is a run.
+    config: config or study file of the run; None: the one that the run names, if it is a run.
     overrides: the overrides of the run.
     dtype: number format of a pretrained model, one of `DTYPES`.
     runtime: form of the tables of a pretrained model in memory; None: that which its file names.
@@ -67,25 +67,28 @@ def load_model(
       loaded.model, loaded.variables, loaded.tokenizer or tokenizers.load_tokenizer(folder)
     )
   # Not at the top: a pretrained model needs neither a trainer nor its libraries.
-  from vqjax.lab.config import load_config, override
   from vqjax.lab.trained import load_run
 
-  return load_run(folder, override(load_config(config), list(overrides)))
+  return load_run(folder, _experiment_of_run(folder, config, overrides))
 
 
-def _experiment_of_run(folder: pathlib.Path) -> Any:
-  """The experiment of a run folder, made again from the file that its config.json names."""
+def _experiment_of_run(
+  folder: pathlib.Path, given: str | None = None, overrides: Sequence[str] = ()
+) -> Any:
+  """The experiment of a run folder, made again from a given file or the one it names."""
   from vqjax.lab.config import load_config, override, with_fields
   from vqjax.lab.run_files import read_config
 
   source = (read_config(folder) or {}).get("source") or {}
-  file = source.get("study") or source.get("config")
+  if given and ("study" not in source or overrides):
+    return override(load_config(given), list(overrides))
+  file = given or source.get("study") or source.get("config")
   if file is None or not pathlib.Path(file).is_file():
     lost = "names no file" if file is None else f"names {file}, which is gone"
     raise ValueError(
       f"`--config` must be given for a run whose config.json {lost}; got {folder} alone. Only a"
-      " Python file can make the objects of a run: give the config file that it was started with,"
-      " and its overrides."
+      " Python file can make the objects of a run: give the config or study file that it was"
+      " started with, and the overrides of a config."
     )
   if "config" in source:
     return override(load_config(file), source["overrides"])
@@ -96,7 +99,9 @@ def _experiment_of_run(folder: pathlib.Path) -> Any:
   tuned = lambda row, scale=Fraction(1): with_fields(
     study.experiment(row, seed, scale, run), runs[row]["fields"]
   )
-  run = functools.cache(lambda row: Run.of(tuned(row), runs[row]["folder"]))
+  # Older runs name a folder in place of an identity, which is part of theirs.
+  start = lambda of: of["folder"] if "folder" in of else of["identity"]
+  run = functools.cache(lambda row: Run.of(tuned(row), start(runs[row])))
   return tuned(source["row"], scale)
 
 
@@ -110,7 +115,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "overrides", nargs="*", metavar="FIELD=VALUE", help="the overrides of a run folder"
   )
-  option(parser, "--config", "config file of a run folder, where it has moved", metavar="FILE")
+  text = "config or study file of a run folder, where it has moved"
+  option(parser, "--config", text, metavar="FILE")
   option(
     parser, "--dtype", "number format of a pretrained model", default="float32", choices=DTYPES
   )

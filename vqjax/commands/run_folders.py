@@ -16,6 +16,9 @@ from vqjax.lm.records import one_line
 
 __all__ = ["exit_code_of_run"]
 
+SEPARATOR = "text between documents: the field data.separator, such as '<|endoftext|>' or '\\n'"
+"""Help of an option of commands that read a text."""
+
 
 def exit_code_of_run(work: Callable[[], None], **options: Any) -> int:
   """Call `work` and return the exit code of its command, in each process of a run.
@@ -42,7 +45,10 @@ def exit_code_of_run(work: Callable[[], None], **options: Any) -> int:
 
 
 def config_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
-  """Return the parser of a command that reads a config, for `with_config`."""
+  """Return the parser of a command that reads a config, for `with_config`.
+
+  Its option --separator, if the command adds one, is the field data.separator.
+  """
   parser = argparse.ArgumentParser(
     prog=f"vqjax {command}",
     description=description,
@@ -86,6 +92,8 @@ def with_config(
     if not options.help:
       console.check_outputs(options)
       before(options)
+    if getattr(options, "separator", None) is not None:
+      options.overrides = [*options.overrides, f"data.separator={options.separator}"]
     experiment = override(load_config(options.config), options.overrides)
     if options.help:
       Console().print(f"\nfields of {options.config}:\n", help_text(experiment), highlight=False)

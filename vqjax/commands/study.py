@@ -17,11 +17,9 @@ from vqjax.commands.run_folders import exit_code_of_run
 from vqjax.lab import exits
 from vqjax.lab.config.experiment import errors_with_lines
 from vqjax.lab.report import units
-from vqjax.lab.report.frames import show_frame
 from vqjax.lab.study import load_study
 from vqjax.lab.study.jobs import JobList, StudyJob
 from vqjax.lab.study.launchers import LAUNCHERS
-from vqjax.lab.study.page import shown_table, write_pages
 from vqjax.lab.study.work import Work
 from vqjax.lab.training.provenance import device
 from vqjax.lm.records import one_line
@@ -131,6 +129,8 @@ def _run(
     chosen: those to run.
     elsewhere: jobs -> None, which runs them in other processes; None: they run in this one.
   """
+  from vqjax.lab.study.page import write_pages
+
   # A run needs no costs, but what is printed does.
   rows = dict.fromkeys(job.name.partition("/")[0] for job in chosen)
   costs = [job for job in jobs.jobs if job.name in {f"{row}/costs" for row in rows}]
@@ -200,6 +200,10 @@ def _duration(seconds: float) -> str:
 
 def _write(work: Work, jobs: JobList) -> None:
   """Print the table and write the pages."""
+  # Not at the top: pandas and matplotlib take a second, and --list needs neither.
+  from vqjax.lab.report.frames import show_frame
+  from vqjax.lab.study.page import shown_table, write_pages
+
   results = jobs.current()
   table = shown_table(work.study, results)
   if table.empty:

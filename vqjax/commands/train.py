@@ -8,7 +8,7 @@ import pathlib
 import sys
 
 from vqjax.commands.console import option
-from vqjax.commands.run_folders import config_parser, print_result, with_config
+from vqjax.commands.run_folders import SEPARATOR, config_parser, print_result, with_config
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.exits import LESS_OF_A_STEP
 from vqjax.lab.training import distributed, fit
@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call, 128 + n for signal n."""
   parser = config_parser("train", "Train one experiment.", EXAMPLES)
   option(parser, "--run", "run folder (default: runs/NAME-HASH)", pathlib.Path, metavar="DIR")
+  option(parser, "--separator", SEPARATOR, metavar="TEXT")
   several = parser.add_argument_group("several processes")
   option(several, "--coordinator", "address of process 0", metavar="HOST:PORT")
   option(several, "--num-processes", "number of processes; 1 runs alone", int)

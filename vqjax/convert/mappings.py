@@ -7,6 +7,8 @@ It is called as `mapping(stats, codes)` and returns an assignment, int32 [V].
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -171,9 +173,27 @@ class Fixed:
     return assign.checked_assignment(self.assignment(vocab, codes), vocab, codes)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+  """Tokens that equal others by their digest."""
+
+  digest: bytes
+  tokens: np.ndarray = dataclasses.field(compare=False)
+
+
 def _embedded_contexts(stats: TokenStats, width: int, seed: int) -> Float[np.ndarray, "V D"]:
-  pairs = assign.bigrams(stats.tokens, len(stats.counts))
-  return assign.context_vectors(pairs, width, seed=seed)
+  tokens = np.ascontiguousarray(stats.tokens)
+  digest = hashlib.sha256(f"{tokens.dtype}".encode())
+  digest.update(tokens)
+  return _context_vectors(_Tokens(digest.digest(), tokens), len(stats.counts), width, seed)
+
+
+# The trials of a tuning begin from one text, and the vectors take longer than a short trial.
+@functools.lru_cache(maxsize=4)
+def _context_vectors(text: _Tokens, vocab: int, width: int, seed: int) -> Float[np.ndarray, "V D"]:
+  rows = assign.context_vectors(assign.bigrams(text.tokens, vocab), width, seed=seed)
+  rows.flags.writeable = False
+  return rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -171,6 +171,7 @@ REFUSED = {
   "model.head=4": r"`model\.head`.*a Head.*model\.head\.codes",
   "model.head.activation=relu": r"model\.head\.activation.*gelu.*Edit the config",
   "train.steps.more=4": r"`train\.steps`.*the int 1000",
+  "train.optimizer.warmup=4": r"`train\.optimizer`.*None\. Did you mean train\.warmup\?",
   "train.steps": r"train\.steps.*=VALUE",
   "train.accumulate=3": "`train.accumulate` must divide batch 16; got 3",
   "model.embedding.dim=8 model.head.embedding.dim=9": "one value; got 8 and 9",
@@ -308,6 +309,10 @@ def test_a_missing_config_lists_the_others_and_a_file_must_define_an_experiment(
     (
       "from vqjax.lab.config import Train\ndef experiment():\n  return Train(steps=0)\n",
       "apple.py, line 3: `train.steps` must be .*; got 0",
+    ),
+    (
+      "from vqjax.lab import config\ndef experiment():\n  return config.Train(lerning_rate=1)\n",
+      r"apple.py, line 3: TypeError: .*'lerning_rate'\. Did you mean learning_rate\?$",
     ),
   ],
 )

@@ -100,6 +100,11 @@ def test_damaged_states_missing_models_and_text_without_words_are_refused(tmp_pa
   (tmp_path / "x.model").write_bytes(b"not a model")
   with pytest.raises(ValueError, match=r"x\.model: `content` must be a SentencePiece model"):
     fit(SentencePieceTokenizer(model=str(tmp_path / "x.model")))
+  with pytest.raises(FileNotFoundError, match=r"must hold tokenizer\.model; got .* without it"):
+    fit(SentencePieceTokenizer(model=str(tmp_path)))
+  (tmp_path / "x.model").rename(tmp_path / "tokenizer.model")
+  with pytest.raises(ValueError, match=r"/tokenizer\.model: `content` must be a SentencePiece"):
+    fit(SentencePieceTokenizer(model=str(tmp_path)))
 
 
 def test_reserved_characters_and_long_lines_are_trained_on():

@@ -74,7 +74,7 @@ def fitted(tmp_path, monkeypatch):
   worse = lambda run: {"dense": 0.0, "codebook": 0.1}.get(run.name)
   made = Fitted(lambda run: None if worse(run) is None else 3 + worse(run) + rate(run), [])
 
-  def fit(run, folder, test=True, source=None):
+  def fit(run, folder, test=True, source=None, identified=None):
     folder = pathlib.Path(folder)
     kept = read_result(folder)
     if kept and kept["status"] == "finished":
@@ -82,7 +82,8 @@ def fitted(tmp_path, monkeypatch):
     made.runs.append((run.name, run.seed, run.train.steps, test))
     folder.mkdir(parents=True, exist_ok=True)
     nats = made.nats(run)
-    identity = {"config_hash": config_hash(run), "seed": run.seed, "commit": "c0ffee"}
+    identity = {"config_hash": config_hash(identified or run), "seed": run.seed}
+    identity |= {"commit": "c0ffee"}
     identity |= {"date": "2026-01-01T00:00:00", "device": "a CPU", "versions": {"jax": "0.10"}}
     if nats is None:
       result = {"status": "failed", "error": "the loss is nan", **identity}

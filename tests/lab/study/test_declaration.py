@@ -96,6 +96,7 @@ def test_what_a_study_cannot_be_is_refused_with_the_remedy(base, settings, messa
   [
     ('"model.head"', '"model.haed"', "Did you mean model.head?"),
     ('"train.learning_rate": (1e-3', '"train.rate": (1e-3', "`train.rate` must name a field"),
+    ('"train.learning_rate": (1e-3', '"train.optimizer.rate": (1e-3', "`train.optimizer` must be"),
     ("seeds=3", "seeds=-3", "`seeds` must be in [1, 100]; got -3"),
     ("base.model.dim", "base.modle.dim", "has no attribute 'modle'"),
     ("import pathlib", "import pathlibs", "No module named 'pathlibs'"),

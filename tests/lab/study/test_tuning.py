@@ -19,7 +19,7 @@ def tuned(base, monkeypatch, tmp_path):
   def tune(losses):
     ran = []
 
-    def fit(experiment, folder, test):
+    def fit(experiment, folder, test, identified):
       assert not test
       rate, steps = experiment.train.learning_rate, experiment.train.steps
       ran.append((rate, steps))

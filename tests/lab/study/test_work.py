@@ -17,9 +17,9 @@ from tests import tiny
 from vqjax import DenseHead
 from vqjax.commands.study import main
 from vqjax.lab.config import FROM_TOKENIZER
-from vqjax.lab.study import Compressed, Study, tuning, work
+from vqjax.lab.study import Compressed, Row, Study, tuning, work
 from vqjax.lab.study.tuning import ROUNDS
-from vqjax.lab.training import FromRun
+from vqjax.lab.training import FromRun, Interrupted, loop
 
 FOLDER = pathlib.Path("runs/study")
 
@@ -215,6 +215,48 @@ def test_a_row_begins_from_the_tuned_run_of_another_of_its_seed(fitted, tuned_as
   FOLDER.rename("moved")
   assert main(["study.py", "--only", "taught", "--out", "moved"]) == 0
   assert fitted.runs == []
+
+
+def test_a_row_that_begins_from_another_row_goes_on_where_the_folder_was_moved(
+  tmp_path, monkeypatch
+):
+  tiny.write_text(tmp_path / "text")
+  base = tiny.experiment(tmp_path / "text", DenseHead(FROM_TOKENIZER, 16))
+  taught = {"init_from": lambda base, run: FromRun(run("dense").folder)}
+  tune = {"train.learning_rate": (1e-3, 1e-2)}
+  study = Study(base, {"dense": Row(tune={}), "taught": taught}, tune, seeds=1, extensions=0)
+  ended = []
+
+  class Training:
+    def __init__(self, text, run, program):
+      self.run = text.experiment
+
+    def run_to_end(self, test):
+      name, steps = self.run.name, self.run.train.steps
+      if (name, steps) == ("taught", 40) and "two" not in self.run.init_from.folder:
+        raise Interrupted(signal.SIGINT, 15)
+      ended.append((name, steps))
+      return {"valid": {"nats_per_token": 3.0, "perplexity": math.exp(3.0)}}
+
+  def go_on(folder):
+    jobs = work.Work(study, tmp_path / folder, tmp_path / "study.py").job_list()
+    for job in jobs.jobs:
+      if not job.name.endswith("/costs"):
+        jobs.do(job)
+    return jobs.current()
+
+  monkeypatch.setattr(loop, "_Training", Training)
+  with pytest.raises(Interrupted):
+    go_on("one")
+  trials = [("taught", 40 // part) for part in ROUNDS for _ in range(2)]
+  assert ended == [("dense", 40), *trials]
+  (tmp_path / "one").rename(tmp_path / "two")
+  results = tmp_path / "two" / "results.jsonl"
+  lines = results.read_text().splitlines(keepends=True)
+  # Neither what is kept nor the trials of a tuning that is not.
+  results.write_text("".join(line for line in lines if '"taught/tuning"' not in line))
+  assert go_on("two")["taught/run"]["result"]["status"] == "finished"
+  assert ended == [("dense", 40), *trials, ("taught", 40)]
 
 
 def test_a_row_that_begins_from_another_row_with_another_seed_says_so(tmp_path):

@@ -41,12 +41,15 @@ def test_a_run_learns_and_its_result_is_complete(finished):
 
 
 @pytest.mark.slow
-def test_metrics_have_each_logged_step_and_each_evaluation_once(experiment, tmp_path):
+def test_metrics_have_each_logged_step_and_each_evaluation_once(experiment, tmp_path, monkeypatch):
+  made, evaluate = [], loop.evaluate
+  monkeypatch.setattr(loop, "evaluate", lambda *given: made.append(given) or evaluate(*given))
   fit(changed(experiment, log_every=3), str(tmp_path))
   steps = [row["step"] for row in tiny.rows(tmp_path) if "loss" in row]
   assert steps == [*range(3, 40, 3), 40]
   evaluations = [row["step"] for row in tiny.rows(tmp_path) if "valid" in row]
   assert evaluations == [20, 40]
+  assert len(made) == 3  # and the test split
   assert list((tmp_path / "events").glob("events*"))
 
 

@@ -1,12 +1,17 @@
 """Model FLOPs are those of a count by hand, and rates are shares of a peak."""
 
+import io
+import types
+
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from tests import jitted
 from vqjax import CodebookHead, DenseEmbedding, DenseHead
 from vqjax.lab import chips
+from vqjax.lab.training import log
 from vqjax.lab.training.throughput import Throughput, flops_per_token
 from vqjax.lm.models import MLP, Attention, Transformer
 
@@ -76,3 +81,12 @@ def test_rates_are_shares_of_the_peak_where_it_is_known():
 def test_this_machine_has_no_known_peak():
   mesh = jax.make_mesh((1,), ("data",))
   assert Throughput.of(None, {}, mesh) == Throughput()
+
+
+def test_the_seconds_left_do_not_count_the_compilation_in_the_first_step(monkeypatch):
+  seconds, stream = iter([0.0, 100.0, 102.0]), io.StringIO()
+  monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: next(seconds)))
+  with log.progress_bar("a", 0, 20, 8, Throughput(), Console(file=stream)) as report:
+    report(1, 3.0)
+    report(2, 2.5)
+  assert stream.getvalue() == "a  step 2/20  4 tokens/s  loss 2.500  36 s left\n"

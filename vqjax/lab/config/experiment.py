@@ -4,11 +4,14 @@ import contextlib
 import dataclasses
 import difflib
 import importlib.util
+import inspect
 import itertools
 import math
 import pathlib
+import re
 import sys
 import traceback
+import types
 from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
@@ -308,6 +311,20 @@ def load_function(path: str | pathlib.Path, function: str, kind: type[T]) -> T:
   return made
 
 
+def _remedy(error: BaseException) -> str:
+  """What to do about an error of Python: another name where a keyword argument is misspelt."""
+  wrong = re.search(r"(\w+)(?:\.__init__)?\(\) got .* keyword argument '(\w+)'", str(error))
+  if wrong and isinstance(error, TypeError):
+    *_, (caller, _) = traceback.walk_tb(error.__traceback__)
+    names = caller.f_globals | caller.f_locals
+    modules = (vars(value) for value in names.values() if isinstance(value, types.ModuleType))
+    called = next((each[wrong[1]] for each in (names, *modules) if wrong[1] in each), None)
+    with contextlib.suppress(TypeError, ValueError):  # it has no signature
+      if near := difflib.get_close_matches(wrong[2], inspect.signature(called).parameters, 1):
+        return f"Did you mean {near[0]}?"
+  return "Correct this line"
+
+
 @contextlib.contextmanager
 def errors_with_lines(path: pathlib.Path, line: int | None = 1) -> Iterator[None]:
   """Name the file and the line of an error in a config, or in a file that it imports.
@@ -333,5 +350,6 @@ def errors_with_lines(path: pathlib.Path, line: int | None = 1) -> Iterator[None
     # What this library refuses says what to do; Python's own errors do not.
     is_ours = "vqjax" in pathlib.Path(places[-1][0]).parts
     if not (is_ours and (isinstance(error, ValueError) or text.startswith("`"))):
-      text = f"{type(error).__name__}: {text}"[:400].removesuffix(": ") + ". Correct this line"
-    raise ValueError(f"{file}, line {line}: {text}.") from error
+      text = f"{type(error).__name__}: {text}"[:400].removesuffix(": ") + f". {_remedy(error)}"
+    text += "" if text.endswith("?") else "."
+    raise ValueError(f"{file}, line {line}: {text}") from error

@@ -118,13 +118,14 @@ def _owner(experiment: Experiment, path: str) -> tuple[Any, str]:
   """The object that owns the field which a path names, and the field's name."""
   owner, at, node, name = None, "", experiment, ""
   for name in path.split("."):
+    elsewhere = [join(p, name) for p, other in walk(experiment) if name in children(other)][:1]
     if not is_node(node):
-      raise ValueError(f"`{at}` must be an object to have fields; got {_short(node)}. Set {at}=.")
+      hint = f"Did you mean {elsewhere[0]}?" if elsewhere else f"Set {at}=."
+      raise ValueError(f"`{at}` must be an object to have fields; got {_short(node)}. {hint}")
     names = list(children(node))
     if name not in names:
       near = [join(at, match) for match in difflib.get_close_matches(name, names, 1)]
-      elsewhere = [join(p, name) for p, other in walk(experiment) if name in children(other)]
-      hints = " or ".join(dict.fromkeys(near + elsewhere[:1]))
+      hints = " or ".join(dict.fromkeys(near + elsewhere))
       raise ValueError(
         f"`{join(at, name)}` must name a field of {type(node).__name__}; got {name}, and the fields"
         f" are {', '.join(names)}." + (f" Did you mean {hints}?" if hints else "")

@@ -285,7 +285,7 @@ class SentencePieceTokenizer(TokenizerRecipe):
 
   Attributes:
     vocab: pieces of a trained model, all included.
-    model: a .model file, here or under $VQJAX_DATA; None: train.
+    model: a .model file, or a folder with tokenizer.model, here or under $VQJAX_DATA; None: train.
     lines: most lines to train on; of more lines, a uniform sample of this size with a fixed seed.
   """
 
@@ -309,7 +309,16 @@ class SentencePieceTokenizer(TokenizerRecipe):
 
   def files(self) -> tuple[Path, ...]:
     """Return the model's file, where one is used."""
-    return () if self.model is None else (data_path(self.model, kind="tokenizer.model"),)
+    if self.model is None:
+      return ()
+    path = data_path(self.model, kind="tokenizer.model")
+    file = path / "tokenizer.model" if path.is_dir() else path
+    if not file.is_file():
+      raise FileNotFoundError(
+        f"`tokenizer.model` must hold tokenizer.model; got {path} without it. Of a tokenizer.json"
+        " use JSONTokenizer(path)."
+      )
+    return (file,)
 
   def _train(self, documents: Iterable[str]) -> bytes:
     """The content of a .model file trained on the documents' lines."""

@@ -190,7 +190,7 @@ class Study:
         " those of the study, or lower these.",
         name,
       )
-    space = self.space(name)
+    space, tried = self.space(name), ""
     try:
       plain = self.experiment(name)
       config_hash(plain)
@@ -200,12 +200,13 @@ class Study:
             f"`seeds` must be at most those of {source}, from which it begins,"
             f" {self.seeds_of(source)}; got {self.seeds_of(name)}. Change one of them."
           )
-      for field, values in space.values.items():
+      for tried, values in space.values.items():
         for value in values:
-          with_fields(plain, {field: value})
+          with_fields(plain, {tried: value})
     except ValueError as error:
       field = re.search(r"`([\w.]+)`", str(error))
-      raise FieldError(f"row {name}: {error}", *([field[1]] if field else []), name) from error
+      texts = filter(None, (tried, field and field[1], name))
+      raise FieldError(f"row {name}: {error}", *texts) from error
 
   @property
   def trained(self) -> list[str]:

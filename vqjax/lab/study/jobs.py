@@ -68,11 +68,15 @@ class StudyJob:
 
 
 def train_run(
-  name: str, experiment: Experiment, folder: pathlib.Path, source: Mapping[str, Any]
+  name: str,
+  experiment: Experiment,
+  folder: pathlib.Path,
+  source: Mapping[str, Any],
+  identified: Experiment,
 ) -> dict[str, Any]:
-  """The result of an experiment that is trained in its run folder; `source` is that of `fit`."""
+  """The result of an experiment that `fit` trains in its run folder."""
   try:
-    fit(experiment, folder, source=source)
+    fit(experiment, folder, source=source, identified=identified)
   except NotFiniteError as error:
     # The result says that it failed; the other jobs of the study still run.
     print(f"{name} failed: {error}", file=sys.stderr)

@@ -131,7 +131,8 @@ class Tuning:
     folder: folder of the trials' runs, one for each candidate and round; their checkpoints are
       removed once they have a result.
     extensions: values beyond those of a field that are tried at most.
-    identified: hash of the experiment; "": its `config_hash`.
+    identified: the experiment that identifies the tuning and its trials, as in `fit`; None:
+      `experiment`.
   """
 
   name: str
@@ -140,7 +141,7 @@ class Tuning:
   space: SearchSpace
   folder: pathlib.Path
   extensions: int = 0
-  identified: str = ""
+  identified: Experiment | None = None
 
   def job(self) -> StudyJob:
     """Return the job that makes every trial that is missing, and chooses.
@@ -195,7 +196,7 @@ class Tuning:
   def _identity(self) -> str:
     tried = {field: list(values) for field, values in self.space.values.items()}
     further = [self.extensions] if self.extensions else []
-    identified = self.identified or config_hash(self.experiment)
+    identified = config_hash(self.identified or self.experiment)
     return values_identity([identified, tried, ROUNDS, *further])
 
   def _extended(
@@ -223,12 +224,13 @@ class Tuning:
 
   def _trial(self, fields: Mapping[str, Any], part: int) -> dict[str, Any]:
     """Train a candidate for a part of the steps, unless it has a result; return what is kept."""
-    experiment = with_fields(shortened(self.experiment, part), fields)
-    run = self.folder / config_hash(experiment)
+    of_trial = lambda experiment: with_fields(shortened(experiment, part), fields)
+    experiment, identified = map(of_trial, (self.experiment, self.identified or self.experiment))
+    run = self.folder / config_hash(identified)
     # A tuning that was stopped repeats no trial that has ended, nor do others beside it.
     if read_result(run) is None:
       try:
-        fit(experiment, run, test=False)
+        fit(experiment, run, test=False, identified=identified)
       except NotFiniteError as error:
         print(f"{run.name} diverged: {error}", file=sys.stderr)
     result = read_result(run)

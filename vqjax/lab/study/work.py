@@ -108,8 +108,8 @@ class Work:
       return None
     made = [self.study.experiment(name, TUNING_SEED, self.scale, each) for each in both]
     folder, space = self.folder / "tuning" / name, self.study.space(name)
-    job, identified = f"{name}/tuning", config_hash(made[0])
-    return Tuning(job, "tuning", made[1], space, folder, self.study.extensions, identified)
+    job, extensions = f"{name}/tuning", self.study.extensions
+    return Tuning(job, "tuning", made[1], space, folder, extensions, identified=made[0])
 
   def _tuning_job(self, name: str) -> StudyJob:
     # Made late: what the rows that it begins from have chosen is part of it.
@@ -203,9 +203,10 @@ class Work:
       experiment, folder = self._experiment(name, seed, in_folders=True), self._folder(name, seed)
       source = {"study": str(self.file.resolve()), "seed": seed, "scale": str(self.scale)}
       source |= {"function": self.function, "row": name, "runs": self._lineage(name, seed)}
-      result = train_run(self._name(name, seed), experiment, folder, source)
+      identified = self._experiment(name, seed)
+      result = train_run(self._name(name, seed), experiment, folder, source, identified)
       further = self._measured(experiment, folder) if result["status"] == "finished" else {}
-      return {"result": result | {"config_hash": identity()}, **further}
+      return {"result": result, **further}
 
     return StudyJob(self._name(name, seed), f"seed {seed}", identity, make, tuple(needs))
 
@@ -219,11 +220,11 @@ class Work:
     return {"code": code_of(self.file), **further}
 
   def _lineage(self, name: str, seed: int) -> dict[str, Any]:
-    """The folders and tuned fields of a row's run and of those that it begins from, by rows."""
+    """The identities and tuned fields of a row's run and of those that it begins from, by rows."""
     runs = {}
     for row in (*self.study.begins_from(name), name):
       runs |= {} if row == name else self._lineage(row, seed)
-      runs[row] = {"folder": str(self._folder(row, seed)), "fields": self._chosen(row)}
+      runs[row] = {"identity": self._identity(row, seed), "fields": self._chosen(row)}
     return runs
 
   def _derived(self, name: str, seed: int) -> StudyJob:

@@ -138,7 +138,9 @@ def progress_bar(
     return done * tokens_per_step / seconds, (steps - step) * seconds / done
 
   def print_line(step: int, loss: float) -> None:
-    if step % max(1, steps // 10) == 0 or step == steps:
+    if step == first_step + 1 < steps:
+      pace(step)
+    elif step % max(1, steps // 10) == 0 or step == steps:
       rate, left = pace(step)
       console.print(
         f"{name}  step {step}/{steps}  {throughput.text(rate)}  loss {loss:.3f}  {left:.0f} s left",

@@ -40,6 +40,7 @@ def fit(
   *,
   test: bool = True,
   source: Mapping[str, Any] | None = None,
+  identified: Experiment | None = None,
 ) -> dict:
   """Train an experiment in its run folder, or resume it; return the result.
 
@@ -51,9 +52,12 @@ def fit(
   Args:
     experiment: the experiment.
     folder: its run folder.
-    test: score the test split at the end; a run that only chooses settings must not read it.
+    test: score the test split and time the loss at the end; a run that only chooses settings must
+      not read that split.
     source: what the experiment was made from, such as {"config": its file, "overrides": [...]}, for
       commands that read the run; kept in a new folder, and not part of the run's identity.
+    identified: the experiment that identifies the run, where `experiment` names folders that may
+      move; None: `experiment`.
 
   Raises:
     ValueError: the folder belongs to another config; or the text, the tokenizer or a checkpoint
@@ -61,21 +65,21 @@ def fit(
     NotFiniteError: a loss, gradient or parameter is not finite; the last checkpoint is kept.
     OSError: the disk is full, or the folder cannot be written or is not shared.
   """
-  folder = pathlib.Path(folder)
-  distributed.agree("config", config_hash(experiment))
+  folder, identified = pathlib.Path(folder), identified or experiment
+  distributed.agree("config", config_hash(identified))
   distributed.agree("train.mesh", str(experiment.train.mesh))
   text = distributed.main_first("text", lambda: load_text(experiment))
   distributed.agree("text", json.dumps(text.identity), patience=DAY)
   make_program = lambda: Program(text.experiment, make_mesh(experiment.train.mesh))
   # Made before a new folder is: a model that cannot be made must not leave one.
   program = None if (folder / "config.json").exists() else make_program()
-  run = RunFolder(folder, experiment, text.identity, source)
+  run = RunFolder(folder, identified, text.identity, source)
   try:
     result = run.result()
     if result is not None and result["status"] == "finished":
       return result
     # The hash of the config as written, before the vocabulary is filled in.
-    identity = {"config_hash": config_hash(experiment), "seed": experiment.seed}
+    identity = {"config_hash": config_hash(identified), "seed": experiment.seed}
     identity = {"name": experiment.name, **identity}
     try:
       outcome = _Training(text, run, program or make_program()).run_to_end(test)
@@ -110,6 +114,7 @@ class _Training:
     complete_by = 2 * self.train.save_every
     self.checkpoints = Checkpoints(run.path, self.train.keep, run.owner, complete_by)
     self.loss, self.clock, self.last_row = None, _Clock(), None
+    self.valid: dict | None = None  # of the last step, once it is evaluated
     restored = self.checkpoints.restore(program.abstract_state)
     # A run that has a checkpoint does not read `init_from`, whose folder may be gone by now.
     if restored is not None:
@@ -215,6 +220,7 @@ class _Training:
     if step % train.eval_every == 0 or step == train.steps:
       metrics = self._score("valid").numbers()
       self._write({"step": step, "valid": metrics})
+      self.valid = metrics if step == train.steps else None
     position = {
       "data": self.batches.get_state(),
       "loss": self.loss,
@@ -242,7 +248,8 @@ class _Training:
     seconds, steps = self.clock.seconds, self.clock.steps
     params, variables = jax.tree.leaves(self.state.params), jax.tree.leaves(self.state.variables)
     result = {
-      "valid": self._score("valid").numbers(),
+      # Scored again only where the process ended between the last checkpoint and the result.
+      "valid": self.valid or self._score("valid").numbers(),
       "test": self._score("test").numbers() if test else None,
       "head": None,
       "embedding": None,
@@ -268,7 +275,8 @@ class _Training:
     if head is not None:
       tied = getattr(head, "embedding", None) is not None
       result["head"] = {"class": type(head).__name__, **head.size()._asdict(), "tied": tied}
-      result["loss"] = self._loss_cost(head) if is_main() else None  # only process 0 writes
+      is_timed = test and is_main()  # only process 0 writes
+      result["loss"] = self._loss_cost(head) if is_timed else None
     embedding = getattr(self.model, "embedding", None)  # a model of images has no embedding
     if embedding is not None:
       shipped = {"shipped_bytes": embedding.inference_size().state_bytes}
