@@ -1,4 +1,4 @@
-"""The studies of the grouped head: rows, tables, what is measured, and grades of stories."""
+"""The studies of the grouped head: rows, tables and what is measured."""
 
 import json
 import pathlib
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs.grouped.lm import dense, language_model
-from experiments.studies.grouped import language, measured, page, pictures, sizes, stories
+from experiments.studies.grouped import language, measured, page, pictures, sizes
 from experiments.studies.grouped.spread import SpreadTokenizer
 from tests import tiny
 from vqjax.commands.study import main
@@ -120,7 +120,7 @@ def study():
 
 
 @pytest.mark.slow
-def test_a_study_trains_converts_times_and_its_runs_are_graded(tmp_path, monkeypatch, capsys):
+def test_a_study_trains_converts_and_times(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   tiny.write_text(tmp_path / "text")
   pathlib.Path("smoke.py").write_text(SMOKE)
@@ -131,14 +131,3 @@ def test_a_study_trains_converts_times_and_its_runs_are_graded(tmp_path, monkeyp
   assert found["wide-grouped/run"]["top"]["vocab"] == 1000
   tests = [found[f"{name}/run"]["result"]["test"] for name in names[:2]]
   assert tests[0]["tokens"] == tests[1]["tokens"] > 0
-
-  grade = {"grammar": 4.25, "age": 6.5}
-  monkeypatch.setattr(stories, "assessed", lambda url, model, pairs: [grade for _ in pairs])
-  monkeypatch.setattr(stories, "MOST_TOKENS", 4)
-  pathlib.Path("stories.txt").write_text("One two.\n<|endoftext|>\nThree four five.\n")
-  (run,) = pathlib.Path("runs").glob("lm-16-gpt-2-*")
-  judge = ["--judge-url", "http://127.0.0.1:1/v1", "--judge-model", "m"]
-  stories.main([str(run), *judge, "--held-out", str(tmp_path / "stories.txt")])
-  shown = capsys.readouterr().out
-  assert "4.25" in shown
-  assert "lm-512-grouped" in shown

@@ -1,0 +1,133 @@
+"""The page of memories of n-grams, from the kept results of its study.
+
+python -m experiments.studies.ngrams.page
+"""
+
+import functools
+import pathlib
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.studies import study_page
+from experiments.studies.study_page import DOCS
+from vqjax.lab.report import units
+from vqjax.lab.report.frames import markdown
+from vqjax.lab.report.plots import byte_axis
+from vqjax.lab.study import Study
+from vqjax.lab.study.page import difference
+from vqjax.lab.study.seeds import Interval, Results, Spread, results_by_seed
+from vqjax.lm.pages import SERIES, blank
+
+NAMES = ("wikitext",)
+"""The studies."""
+
+works = functools.partial(study_page.works, "ngrams", NAMES)
+
+FORMED = "65536", "262144"
+"""Rows whose forms the page shows."""
+
+
+def memories_table(study: Study, results: Results) -> pd.DataFrame:
+  """The rows that were run, by loss on the test text."""
+  lines = []
+  for name in study.rows:
+    runs = _finished(results, name)
+    if not runs:
+      continue
+    of = lambda key, runs=runs: Spread.of([kept["result"]["test"][key] for kept in runs.values()])
+    seconds = [kept["result"]["train"]["step_seconds"] for kept in runs.values()]
+    memory = study.experiment(name).model.memories
+    lines.append(
+      {
+        "memory": study.row(name).label,
+        "numbers": f"{memory[0].lookup.size().params:,}" if memory else "0",
+        "nats a token": of("nats_per_token").show(3),
+        "bits a byte": of("bits_per_byte").show(3),
+        "perplexity, %": _text(difference(study, results, name)),
+        "seconds a step": f"{min(seconds):.2f}",
+        "_": of("nats_per_token").mean,
+      }
+    )
+  frame = pd.DataFrame(lines)
+  return frame.sort_values("_").drop(columns="_") if len(frame) else frame
+
+
+def forms_table(study: Study, results: Results, name: str) -> pd.DataFrame:
+  """The forms of a row's table: bits a number, and what they add to the loss, paired by seed."""
+  runs, lines = _finished(results, name), []
+  every = dict.fromkeys(form for kept in runs.values() for form in kept["forms"])
+  for form in every:
+    own = [(kept["forms"][form], kept["result"]["test"]) for kept in runs.values()]
+    bits = [one["bits"] for one, _ in own]
+    more = [100 * (one["bits_per_byte"] / dense["bits_per_byte"] - 1) for one, dense in own]
+    nats = [one["nats_per_token"] - dense["nats_per_token"] for one, dense in own]
+    lines.append(
+      {
+        "form": form,
+        "bits a number": f"{sum(bits) / len(bits):.2f}",
+        "bits a byte, %": Spread.of(more).show(2, "+"),
+        "perplexity, %": str(Interval.of(nats)),
+      }
+    )
+  return pd.DataFrame(lines)
+
+
+def bytes_figure(study: Study, results: Results) -> Figure | None:
+  """Bytes of the table's forms against bits a byte, for each size of it."""
+  sizes, series = [], {}
+  for name in study.rows:
+    runs = _finished(results, name)
+    formed = [kept for kept in runs.values() if kept.get("forms")]
+    if not formed:
+      continue
+    count = study.experiment(name).model.memories[0].lookup.size().params
+    for kind, begins in (("by counts and gradients", "steps by counts and"), ("alike", "int")):
+      points = [
+        (form["bits"] * count / 8, form["bits_per_byte"])
+        for kept in formed[:1]
+        for title, form in kept["forms"].items()
+        if title.startswith(begins)
+      ]
+      series[f"{study.row(name).label}, {kind}"] = sorted(points)
+      sizes += [x for x, _ in points]
+  if not sizes:
+    return None
+  figure, axes = blank()
+  at = dict(zip(sizes, byte_axis(axes, sizes)))
+  for number, (label, points) in enumerate(series.items()):
+    style = "o-" if number % 2 == 0 else "s:"
+    color = SERIES[number // 2 % len(SERIES)]
+    axes.plot([at[x] for x, _ in points], [y for _, y in points], style, color=color, label=label)
+  axes.set_xlabel("bytes of the table", fontsize=9)
+  axes.set_ylabel("bits a byte of the test text", fontsize=9)
+  axes.legend(fontsize=8)
+  return figure
+
+
+def _finished(results: Results, name: str) -> dict[int, Any]:
+  kept = results_by_seed(results, f"{name}/run")
+  return {seed: one for seed, one in kept.items() if one["result"]["status"] == "finished"}
+
+
+def _text(interval: Interval | None) -> str | None:
+  return None if interval is None else str(interval)
+
+
+def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
+  """Rewrite the generated blocks and figures of the page; return their paths."""
+  blocks, figures = {}, {}
+  kept = study_page.current(works())
+  for name, (study, results) in kept.items():
+    tables = {"memories": memories_table(study, results)}
+    tables |= {f"forms-{row}": forms_table(study, results, row) for row in FORMED}
+    for title, table in tables.items():
+      blocks[f"{name}-{title}"] = markdown(table) if len(table) else units.MISSING
+    figures[f"ngrams-{name}.png"] = bytes_figure(study, results)
+  return study_page.publish_page(docs, "ngrams", kept, blocks, figures)
+
+
+if __name__ == "__main__":
+  for path in update():
+    print(f"wrote {path}")
