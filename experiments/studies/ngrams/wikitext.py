@@ -10,7 +10,7 @@ import jax
 import optax
 from flax import linen as nn
 
-from experiments.studies.ngrams.forms import forms_of
+from experiments.studies.ngrams.forms import Coded, forms_of
 from vqjax import (
   CentroidQuantizer,
   DenseEmbedding,
@@ -22,6 +22,7 @@ from vqjax import (
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import BPETokenizer, WikiText, Windows
 from vqjax.lab.study import Row, Study
+from vqjax.lab.study.declaration import Runs
 from vqjax.lab.training.optimizer import decayed, learning_rate
 from vqjax.lm.models import Transformer
 from vqjax.ngrams import NGramEmbedding, NGramMemory
@@ -111,6 +112,29 @@ def memory(table: Embedding, ngrams: XorHash, label: str, **fields: Any) -> Row:
   return Row(values, label, **fields)
 
 
+BODY = (
+  *("embedding", "position", "blocks", "final_norm", "head"),
+  *(f"memories_0.{name}" for name in ("key", "value", "filters")),
+  *(f"memories_0.{name}_scale" for name in ("key", "query", "convolved")),
+)
+"""All parameters but the table of n-grams."""
+
+
+def around(source: str, bits: float | None, label: str, seeds: int) -> Row:
+  """A row that trains all but the table of another row, rounded to so many bits a weight."""
+
+  def continued(base: Experiment, run: Runs) -> Experiment:
+    del base
+    start = run(source)
+    train = dataclasses.replace(
+      start.experiment.train, steps=150, warmup=15, eval_every=150, save_every=150, trainable=BODY
+    )
+    begun = Coded(start.folder, bits)
+    return dataclasses.replace(start.experiment, train=train, init_from=begun)
+
+  return Row(continued, label, tune={"train.learning_rate": (1e-3,)}, seeds=seeds)
+
+
 def study() -> Study:
   """The study; memories share the tuning of one of them, and most of them have one seed."""
   # Two heads of pairs and two of triples, or four of pairs.
@@ -135,4 +159,9 @@ def study() -> Study:
     "int8": memory(int8(middle.rows), middle, f"{name}, trained in int8", **once),
     "dpq": memory(product(middle.rows), middle, f"{name}, trained as DPQ", **once),
   }
+  for source in ("65536", "262144"):
+    for bits in (None, 0.8, 0.3):
+      form = "as it is" if bits is None else f"at {bits} bits"
+      label = f"{rows[source].label} {form}, all else trained for 150 steps more"
+      rows[f"{source}-around-{bits or 'dense'}"] = around(source, bits, label, 1)
   return Study(base(), rows, tune=tune, extensions=1, measure=forms_of)
