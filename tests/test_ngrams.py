@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from tests import jitted
 from vqjax import (
@@ -63,6 +65,15 @@ def test_a_compressed_table_has_its_own_terms():
   assert len(np.unique(np.asarray(vectors).reshape(-1, 2), axis=0)) <= 8
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_no_token_adds_nothing(shape):
+  layer = memory()
+  variables = jitted.init(layer, jax.random.key(0), HIDDEN, TOKENS)
+  hidden = np.zeros((*shape, STREAMS * DIM), np.float32)
+  added = jitted.apply(layer, variables, hidden, np.zeros(shape, np.int32))
+  assert added.shape == hidden.shape
+
+
 @pytest.mark.parametrize("parts", [[1] * 11, [4, 7]])
 def test_a_text_in_parts_adds_what_the_whole_adds(parts):
   layer = memory()
@@ -77,6 +88,26 @@ def test_a_text_in_parts_adds_what_the_whole_adds(parts):
     found.append(added)
     start += size
   np.testing.assert_allclose(np.concatenate(found, axis=1), whole, atol=1e-5)
+
+
+def test_a_memory_adds_the_same_on_explicit_axes_whole_and_in_parts():
+  layer, tokens, hidden = memory(), np.tile(TOKENS, (2, 1)), np.tile(HIDDEN, (2, 1, 1))
+  variables = randomised(jitted.init(layer, jax.random.key(0), hidden, tokens))
+  expected = jitted.apply(layer, variables, hidden, tokens)
+
+  def added(variables, hidden, tokens):
+    first, cache = layer.apply(
+      variables, hidden[:, :4], tokens[:, :4], layer.cache(4), method="step"
+    )
+    rest, _ = layer.apply(variables, hidden[:, 4:], tokens[:, 4:], cache, method="step")
+    return layer.apply(variables, hidden, tokens), jnp.concatenate([first, rest], axis=1)
+
+  with jax.set_mesh(jax.make_mesh((4,), ("data",), (AxisType.Explicit,))):
+    given = jax.device_put((hidden, tokens), P("data"))
+    found = jax.jit(added)(variables, *given)
+    assert jax.typeof(found[0]).sharding.spec[0] == "data"
+  for one in jax.device_get(found):
+    np.testing.assert_allclose(one, expected, atol=1e-5)
 
 
 WEIGHT = RNG.standard_normal((HASH.rows + 5, 4), np.float32)
@@ -156,8 +187,14 @@ def test_nnx_adds_the_same():
   linen = memory()
   variables = randomised(jitted.init(linen, jax.random.key(0), HIDDEN, TOKENS))
   layer = layers.from_linen(linen, variables)
-  added, _ = nnx.jit(lambda layer: layer.step(HIDDEN, TOKENS, layer.cache(2)))(layer)
-  np.testing.assert_allclose(added, jitted.apply(linen, variables, HIDDEN, TOKENS), atol=1e-6)
+  count = np.array([4, 11])
+  step = lambda layer: layer.step(HIDDEN, TOKENS, layer.cache(2), count=count)
+  both = nnx.jit(lambda layer: (step(layer), layer.loss_terms(HIDDEN, TOKENS)[0]))
+  (added, cache), of_training = both(layer)
+  expected = jitted.apply(linen, variables, HIDDEN, TOKENS)
+  np.testing.assert_allclose(added, expected, atol=1e-6)
+  np.testing.assert_array_equal(cache.tokens, [TOKENS[0, 2:4], TOKENS[1, 9:]])
+  np.testing.assert_allclose(of_training, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,24 @@ def test_the_gradient_of_int8_levels_is_that_of_their_rows():
   assert optimizer_labels(params) == {"embedding": {"levels": "table", "scale": "table"}}
 
 
+def test_an_int8_table_on_explicit_axes_stays_where_it_is():
+  tokens, table = np.arange(12).reshape(4, 3), Int8Embedding(40, 4, 4, trained=True)
+  params = jax.jit(table.init)(jax.random.key(0), tokens)["params"]
+
+  def stepped(params, tokens, axis=None):
+    spread, rule = table.clone(vocab_axis=axis), rowwise(0.1)
+    loss = lambda params: jnp.square(spread.apply({"params": params}, tokens) - 1).sum()
+    updates, _ = rule.update(value_and_grad(loss)(params)[1], rule.init(params), params)
+    return optax.apply_updates(params, updates)
+
+  expected, params = jax.device_get((jax.jit(stepped)(params, tokens), params))
+  with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), (AxisType.Explicit,) * 2)):
+    given = jax.device_put(params, P("model")), jax.device_put(tokens, P("data"))
+    found = jax.jit(functools.partial(stepped, axis="model"))(*given)
+  assert all(jax.typeof(x).sharding.spec[0] == "model" for x in jax.tree.leaves(found))
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_steps_of_an_int8_table_are_exact_on_average_and_leave_other_rows_alone():
   scale = np.array([[0.01, 0.02]], np.float32).repeat(V, 0)
   levels = RNG.integers(-120, 121, (V, 6)).astype(np.int8)

@@ -98,7 +98,7 @@ class NGramEmbedding(Layer):
     tokens = jnp.asarray(value_of(tokens))
     ids = self.ngrams(tokens, None if previous is None else jnp.asarray(value_of(previous)))
     vectors, terms = self.table.loss_terms(ids, deterministic)
-    return vectors.reshape(*tokens.shape, -1), terms
+    return vectors.reshape(*tokens.shape, self.dim), terms
 
 
 class MemoryCache(NamedTuple):
@@ -164,7 +164,7 @@ class NGramMemory(Layer):
   def check(self) -> None:
     for name in ("streams", "kernel"):
       if getattr(self, name) < 1:
-        raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}.")
+        raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}. Leave it out.")
 
   def flops_per_token(self) -> int:
     """The operations of the table, of the projections, of the gate and of the convolution."""
@@ -235,7 +235,7 @@ class NGramMemory(Layer):
     if hidden.shape != (*tokens.shape, channels):
       raise ValueError(
         f"`hidden` must be {(*tokens.shape, channels)}, as the tokens and {self.streams} streams of"
-        f" {self.dim}; got {hidden.shape}."
+        f" {self.dim}; got {hidden.shape}. Give the vectors of these tokens."
       )
     if (vectors is None) != self.has_table:
       what = "None" if vectors is None else "vectors"
@@ -253,11 +253,18 @@ class NGramMemory(Layer):
         f" {self.lookup.table.dim} for each token; got {vectors.shape}. Reshape the rows [*B, T, H,"
         " D] of the table."
       )
+    # Results are sharded as the texts are.
+    texts = hidden.sum(axis=-2)
+    found = self._computed(self._extended, texts, hidden, tokens, vectors, cache, count)
+    return *found, terms
+
+  def _extended(self, hidden, tokens, vectors, cache, count):
+    """What is added, and the cache after it."""
     added, values = self._added(hidden, vectors, cache.values)
     history = jnp.concatenate([cache.tokens, tokens.astype(jnp.int32)], axis=-1)[..., None]
     before = last_entries(history, self.lookup.ngrams.order - 1, count)[..., 0]
     kept = last_entries(values, cache.values.shape[-2], count).astype(cache.values.dtype)
-    return added, MemoryCache(before, kept), terms
+    return added, MemoryCache(before, kept)
 
   def _added(self, hidden, vectors, before):
     parts = (*hidden.shape[:-1], self.streams, self.dim)

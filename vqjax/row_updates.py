@@ -222,7 +222,7 @@ def value_and_grad(function: Callable[..., Any], has_aux: bool = False) -> Calla
   """
 
   def computed(params, *args, **named):
-    zeros = lambda table: jnp.zeros(table["levels"].shape, table["scale"].dtype)
+    zeros = lambda table: jnp.zeros_like(table["levels"], dtype=table["scale"].dtype)
     own = lambda node, *others: others[0] if others else node
     floats = _by_table(lambda t: {"scale": t["scale"], "tangent": zeros(t)}, own, params)
 

@@ -88,12 +88,14 @@ def test_a_token_outside_the_vocabulary_has_no_row_and_numpy_says_which():
 
 def test_a_table_is_read_by_the_share_that_the_readings_say():
   of = PolynomialHash(4, 2, (16, 3))
-  whole, small = ngrams.readings(np.array([0, 0, 1, 1, 2, 2, 3, 3]), of)
+  whole, small = ngrams.readings(of, np.array([0, 0, 1, 1, 2, 2, 3, 3]))
   assert whole.ngrams == whole.used == 7
   assert whole.shared == 0
   assert whole.entropy == pytest.approx(math.log2(8) - 2 * 2 / 8 / 2)
   assert small.used <= 3
   assert small.shared >= 5
+  # Two texts, of which the second begins after `pad` and not after the first.
+  assert ngrams.readings(of, np.array([[0, 1], [0, 2]]))[0].used == 3
 
 
 @pytest.mark.untyped
@@ -102,6 +104,15 @@ def test_a_table_is_read_by_the_share_that_the_readings_say():
   [
     (lambda: PolynomialHash(10, 1, (5,)), "at least 2 tokens; got 1"),
     (lambda: PolynomialHash(10, 3, (5, 7, 11)), "multiple of 2"),
+    (lambda: PolynomialHash(10, 2, (7.5,)), r"integers of at least 2, .* got \(7\.5,\)"),
+    (lambda: XorHash.qwen4(10, 0, heads=1, least=1), r"`least` must be whole .* got 1\."),
+    (lambda: XorHash.qwen4(10, 0, heads=1, least=7, layer=-1), "`layer` must be .* got -1"),
+    (
+      lambda: XorHash.qwen4(10, None, heads=1, least=7),
+      r"`end` must be a token .* got None\. Give",
+    ),
+    (lambda: XorHash.engram(9, [5, 0], pad=0), r"`sizes` must be whole .* got 0\."),
+    (lambda: ngrams.count_rows(QWEN, [1, 2]), r"a text \[T\], or several; got the number 1"),
     (lambda: PolynomialHash(10, 2, (2**31,)), "Ids of rows are int32"),
     (lambda: PolynomialHash(10, 2, (7,), pad=10), "`pad` must be a token"),
     (lambda: XorHash(2**20, (2**50, 1), (7,)), "products with tokens"),

@@ -97,6 +97,20 @@ def test_a_table_goes_on_at_either_of_the_last_two_flushes(tmp_path):
     HostTable.open(tmp_path / "table", 1)
 
 
+def test_a_process_that_is_killed_while_it_opens_a_step_leaves_that_step(tmp_path, monkeypatch):
+  with stepped(created(tmp_path / "table"), 0, 1) as table:
+    table.flush(1)
+    stepped(table, 1, 3).flush(2)
+    stepped(table, 3, 4)
+  with monkeypatch.context() as patch:
+    patch.setattr(HostTable, "_written", lambda table: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+      HostTable.open(tmp_path / "table", 1)
+  with HostTable.open(tmp_path / "table") as table:
+    check_equal(state(table), in_memory(1))
+  assert _steps(tmp_path / "table") == [1]
+
+
 def test_the_pages_of_rows_are_read_ahead(tmp_path, monkeypatch):
   asked = []
   note = lambda file, first, size, advice: asked.append((os.fstat(file).st_ino, first, size))
@@ -223,6 +237,18 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     HostTable.open(folder, rows=rows)
   with pytest.raises(FileExistsError, match="`folder` must be new"):
     created(folder)
+  for given, message in (
+    ({"rows": 0, "dim": D}, "at least 1; got 0 and 5"),
+    ({"rows": V, "dim": 0}, "at least 1; got 1009 and 0"),
+    ({"rows": V, "dim": D, "dtype": np.int8}, "`dtype` must be float32 or bfloat16"),
+    (
+      {"rows": V, "dim": 4, "init": lambda a, b: TABLE[a:b]},
+      r"`init` .* \(1009, 4\) .* \(1009, 5\)",
+    ),
+  ):
+    with pytest.raises(ValueError, match=message):
+      HostTable.create(tmp_path / "other", **given)
+  assert not (tmp_path / "other").exists()
   with pytest.raises(ValueError, match="float32 or bfloat16 table"):
     HostTable(TABLE.astype(np.float64))
   with pytest.raises(FileNotFoundError, match="must be a safetensors file; got no file"):

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -209,5 +210,10 @@ def test_rows_are_counted_as_a_text_reads_them_whatever_its_parts(of, monkeypatc
     both[: of.rows], expected + np.bincount(of(text[:1]).ravel(), minlength=of.rows)
   )
   assert not both[of.rows :].any()
+  windows = text.reshape(4, 5, 25)
+  found = count_rows(of, windows)
+  np.testing.assert_array_equal(found, np.bincount(of(windows).ravel(), minlength=of.rows))
+  np.testing.assert_array_equal(count_rows(of, jnp.asarray(windows)), found)
+  np.testing.assert_array_equal(count_rows(of, windows.astype(np.uint64)), found)
   with pytest.raises(ValueError, match=f"at least those of the hash, {of.rows}"):
     count_rows(of, text, rows=of.rows - 1)

@@ -352,6 +352,17 @@ class NGramMemory(Layer, of=ngrams.NGramMemory):
     """What is added to the streams of texts that begin here."""
     return self._call("__call__", hidden, tokens, vectors)
 
+  def loss_terms(
+    self,
+    hidden: Float[ArrayLike, "*B T C"],
+    tokens: Integer[ArrayLike, "*B T"],
+    deterministic: bool = True,
+    *,
+    rngs: nnx.Rngs | None = None,
+  ) -> tuple[Float[Array, "*B T C"], Terms]:
+    """What is added, and further terms of the loss; see `vqjax.ngrams.NGramMemory`."""
+    return self._call("loss_terms", hidden, tokens, deterministic, rngs=rngs)
+
   def cache(self, *batch: int) -> MemoryCache:
     """The cache of texts that begin, for `step`."""
     return self.layer.cache(*batch)
@@ -362,9 +373,10 @@ class NGramMemory(Layer, of=ngrams.NGramMemory):
     tokens: Integer[ArrayLike, "*B T"],
     cache: MemoryCache,
     vectors: Float[ArrayLike, "*B T E"] | None = None,
+    count: Int[ArrayLike, "*B"] | None = None,
   ) -> tuple[Float[Array, "*B T C"], MemoryCache]:
     """What is added to the streams of the next tokens, and the cache for those after them."""
-    return self._call("step", hidden, tokens, cache, vectors)
+    return self._call("step", hidden, tokens, cache, vectors, count)
 
 
 from_linen = Layer.from_linen

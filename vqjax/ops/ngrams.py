@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Int, Integer, UInt32
 
 from vqjax.ops.vocab_parallel import on_any_axes
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops.vocabulary import host_array, in_vocabulary, is_count
 
 __all__ = ["NGramHash", "PolynomialHash", "XorHash", "count_rows", "readings"]
 
@@ -46,12 +46,16 @@ class NGramHash(Protocol):
 
   Attributes:
     vocab: number of tokens, V.
+    sizes: rows of each head; those of a head follow those of the heads before it.
+    pad: the token that stands where there is none.
     order: length of the longest n-gram, n.
     heads: number of rows that a token reads, H.
     rows: number of rows of the table.
   """
 
   vocab: int
+  sizes: tuple[int, ...]
+  pad: int
 
   @property
   def order(self) -> int: ...
@@ -104,7 +108,7 @@ class _Hash:
     tokens = xp.asarray(tokens)
     if not np.issubdtype(tokens.dtype, np.integer) or tokens.ndim < 1:
       raise ValueError(
-        f"tokens must be integers [*B, T]; got {tokens.dtype} {tokens.shape}. Give token ids."
+        f"`tokens` must be integers [*B, T]; got {tokens.dtype} {tokens.shape}. Give token ids."
       )
     before, wanted = self.order - 1, (*tokens.shape[:-1], self.order - 1)
     previous = xp.asarray(xp.full(wanted, self.pad, np.int32) if previous is None else previous)
@@ -132,7 +136,7 @@ class _Hash:
     known = (tokens >= 0) & (tokens < self.vocab)
     if not known.all():
       raise ValueError(
-        f"tokens must be in [0, {self.vocab}); got {tokens[~known].flat[0]}. Use the hash of the"
+        f"`tokens` must be in [0, {self.vocab}); got {tokens[~known].flat[0]}. Use the hash of the"
         " tokenizer's vocabulary."
       )
     return known, tokens.astype(np.int64)
@@ -224,6 +228,12 @@ class XorHash(_Hash):
       seed: of the multipliers (`seed`).
     """
     _check_order(order, heads, vocab)
+    _check_base("least", least)
+    _check_token("end", end, vocab)
+    if not is_count(layer) or layer < 0:
+      raise ValueError(
+        f"`layer` must be an integer of at least 0; got {layer}. Count layers that have a table."
+      )
     count = (order - 1) * heads
     primes = _primes_from(least, (layer + 1) * count)
     base = seed + 10007 * layer
@@ -262,6 +272,8 @@ class XorHash(_Hash):
     """
     order = len(sizes) + 1
     _check_order(order, heads, vocab)
+    for least in sizes:
+      _check_base("sizes", least)
     if layer not in layers:
       raise ValueError(f"`layer` must be one of `layers` {tuple(layers)}; got {layer}.")
     taken: set[int] = set()
@@ -292,8 +304,7 @@ class PolynomialHash(_Hash):
   """t0 + t1 V + t2 V^2 + ..., modulo each head's size; t0 is the token, t1 the one before.
 
   The rolling hash of LongCat-Flash-Lite (arXiv 2601.21204, Section 3); not compared with the
-  authors' program. A head of pairs as large as
-  V^2 has a row for each pair.
+  authors' program. A head of pairs as large as V^2 has a row for each pair.
 
   Attributes:
     vocab: number of tokens, V.
@@ -327,29 +338,51 @@ class PolynomialHash(_Hash):
 
 
 def _check(given, order):
-  _check_order(order, len(given.sizes) // max(order - 1, 1), given.vocab)
-  if len(given.sizes) % (order - 1):
+  sizes = tuple(given.sizes)
+  object.__setattr__(given, "sizes", sizes)  # a list could not be hashed, as programs need
+  _check_order(order, len(sizes) // max(order - 1, 1), given.vocab)
+  if len(sizes) % (order - 1):
     raise ValueError(
       f"`sizes` must hold as many heads for each of the {order - 1} lengths of n-grams; got"
-      f" {len(given.sizes)}. Give a multiple of {order - 1}."
+      f" {len(sizes)}. Give a multiple of {order - 1}."
     )
-  if not all(size >= 2 for size in given.sizes) or sum(given.sizes) > LARGEST:
+  if not all(is_count(size) and size >= 2 for size in sizes) or sum(sizes) > LARGEST:
     raise ValueError(
-      f"`sizes` must be at least 2, and {LARGEST} in all; got {given.sizes}. Ids of rows are int32."
+      f"`sizes` must be integers of at least 2, and {LARGEST} in all; got {sizes}. Ids of rows are"
+      " int32."
     )
-  for name in ("pad", "end"):
-    token = getattr(given, name)
-    if token is not None and not 0 <= token < given.vocab:
-      raise ValueError(f"`{name}` must be a token in [0, {given.vocab}); got {token}.")
+  _check_token("pad", given.pad, given.vocab)
+  if given.end is not None:
+    _check_token("end", given.end, given.vocab)
 
 
 def _check_order(order, heads, vocab):
-  if not isinstance(order, int) or order < 2:
+  if not is_count(order) or order < 2:
     raise ValueError(f"n-grams must have at least 2 tokens; got {order}. 3 is usual.")
-  if heads < 1:
-    raise ValueError(f"each length of n-grams must have at least 1 head; got {heads}.")
-  if not 1 <= vocab <= LARGEST:
-    raise ValueError(f"`vocab` must be in [1, {LARGEST}]; got {vocab}.")
+  if not is_count(heads) or heads < 1:
+    raise ValueError(
+      f"each length of n-grams must have at least 1 head; got {heads}. 8 heads are usual."
+    )
+  if not is_count(vocab) or not 1 <= vocab <= LARGEST:
+    raise ValueError(
+      f"`vocab` must be an integer in [1, {LARGEST}]; got {vocab}. Give the tokenizer's size."
+    )
+
+
+def _check_base(name, least):
+  if not is_count(least) or not 2 <= least <= LARGEST:
+    raise ValueError(
+      f"`{name}` must be whole and in [2, {LARGEST}], the smallest size of a head; got {least}."
+      " 20_000_000 is that of qwen4_exp."
+    )
+
+
+def _check_token(name, token, vocab):
+  if not is_count(token) or not 0 <= token < vocab:
+    raise ValueError(
+      f"`{name}` must be a token in [0, {vocab}); got {token}. Give one of the tokenizer's, such as"
+      " one that no text has."
+    )
 
 
 class _Wide:
@@ -452,15 +485,15 @@ def _primes_from(start: int, count: int) -> list[int]:
 
 def count_rows(
   of: NGramHash,
-  tokens: Integer[np.ndarray, "T"] | Iterable[Integer[np.ndarray, "_"]],
+  tokens: Tokens | Iterable[Any],
   rows: int | None = None,
 ) -> UInt32[np.ndarray, "V"]:
-  """How often a text reads each row of a table, uint32 [rows].
+  """How often texts read each row of a table, uint32 [rows].
 
   Args:
     of: the hash of the table.
-    tokens: the text [T], which may be mapped from a file, or texts one after the other; some of
-      their tokens are hashed at a time.
+    tokens: a text [T], which may be mapped from a file; texts of one length, [*B, T]; or any texts
+      one after the other. Some of their tokens are hashed at a time.
     rows: number of rows of the table, at least those of the hash; None: as many.
 
   Raises:
@@ -472,16 +505,25 @@ def count_rows(
       f"`rows` must be at least those of the hash, {of.rows}; got {rows}. Give the hash of this"
       " table."
     )
-  counts = np.zeros(rows, np.uint32)
-  for text in [tokens] if isinstance(tokens, np.ndarray) else tokens:
-    previous = None
-    for first in range(0, len(text), TOKENS):
-      own = np.asarray(text[first : first + TOKENS])
-      found, times = np.unique(of(own, previous), return_counts=True)
-      counts[found] += times.astype(np.uint32)
-      before = own if previous is None else np.concatenate([previous, own])
-      before = np.concatenate([np.full(of.order - 1, of.pad), before])
-      previous = before[len(before) - of.order + 1 :]
+  counts, before = np.zeros(rows, np.uint32), of.order - 1
+  for texts in [tokens] if isinstance(tokens, np.ndarray | jax.Array) else tokens:
+    texts = host_array("tokens", texts)
+    if not texts.ndim:
+      raise ValueError(
+        f"`tokens` must be a text [T], or several; got the number {texts}. Give an array of ids."
+      )
+    if not texts.size:
+      continue
+    length = texts.shape[-1]
+    texts, some = texts.reshape(-1, length), max(1, TOKENS // length)
+    for block in (texts[i : i + some] for i in range(0, len(texts), some)):
+      history = np.full((len(block), before), of.pad)
+      for first in range(0, length, TOKENS):
+        own = block[:, first : first + TOKENS]
+        found, times = np.unique(of(own, history), return_counts=True)
+        counts[found] += times.astype(np.uint32)
+        # Of int64, which unsigned tokens of 64 bits would not be.
+        history = np.concatenate([history, own], axis=1)[:, own.shape[1] :].astype(np.int64)
   return counts
 
 
@@ -503,12 +545,13 @@ class Reading(NamedTuple):
   entropy: float
 
 
-def readings(tokens: Integer[np.ndarray, "T"], of: XorHash | PolynomialHash) -> list[Reading]:
-  """Load, collisions and entropy of every head, for a text."""
+def readings(of: XorHash | PolynomialHash, tokens: Tokens) -> list[Reading]:
+  """Load, collisions and entropy of every head, for a text [T] or texts [*B, T]."""
   tokens = np.asarray(tokens)
-  ids = of(tokens)
-  history = np.concatenate([np.full(of.order - 1, of.pad), tokens])
-  shifted = [x[of.order - 1 :] for x in of._shifted(history, np)]
+  ids = of(tokens).reshape(-1, of.heads)
+  before = of.order - 1
+  history = np.concatenate([np.full((*tokens.shape[:-1], before), of.pad), tokens], axis=-1)
+  shifted = [x[..., before:].ravel() for x in of._shifted(history, np)]
   found, head = [], 0
   for length, sizes in of._of_lengths():
     ngrams, which = np.unique(np.stack(shifted[:length], -1), axis=0, return_inverse=True)
@@ -517,7 +560,7 @@ def readings(tokens: Integer[np.ndarray, "T"], of: XorHash | PolynomialHash) -> 
       row[which.ravel()] = ids[:, head]
       _, times = np.unique(row, return_counts=True)
       counts = np.unique(ids[:, head], return_counts=True)[1]
-      share = counts / max(len(tokens), 1)
+      share = counts / max(tokens.size, 1)
       found.append(
         Reading(
           rows=size,

@@ -5,6 +5,7 @@
 #   weight.safetensors   weight [V, D]: what `vqjax compress` takes
 #   moment.safetensors   moment [V], the state of the row-wise optimiser
 #   undo-STEP            the rows that changed since step STEP, as they were then
+#   undone-STEP          the same of a later step than that at which the table is being opened
 #
 # An update first appends the rows that it changes to the newest undo file, and then changes them in
 # the mapped files. To open the table at a step is to put back what the undo files of that step and
@@ -122,10 +123,16 @@ class HostTable:
 
     Raises:
       FileExistsError: the folder has files; `open` goes on with a table.
+      ValueError: `rows`, `dim`, `dtype` or the shape of what `init` returns is wrong.
     """
-    size = max(1, BLOCK // dim)
-    firsts = range(0, rows, size) if init is not None else ()
-    blocks = (np.asarray(init(first, min(first + size, rows))) for first in firsts)
+    if not all(is_count(size) and size >= 1 for size in (rows, dim)):
+      raise ValueError(
+        f"`rows` and `dim` must be integers of at least 1; got {rows} and {dim}. Give `rows` of the"
+        " hash."
+      )
+    if np.dtype(dtype) not in (np.float32, ml_dtypes.bfloat16):
+      raise ValueError(f"`dtype` must be float32 or bfloat16; got {dtype}. Leave it out.")
+    blocks = () if init is None else _initial(init, rows, dim)
     with outputs.new_output(folder, "folder", folder=True) as made:
       made.mkdir()
       save = tensor_files.save_blocks
@@ -184,12 +191,17 @@ class HostTable:
         f" {' or '.join(map(str, kept[-2:]))}; got {step}. Load the checkpoint of such a step."
       )
     step = kept[-1] if step is None else step
-    for later in reversed(kept[kept.index(step) :]):
-      for index, moments, old in _records(_undo_file(folder, later), table.weight):
+    # Before any row is put back: if this process is killed, no later step can be opened.
+    for later in reversed(kept[kept.index(step) + 1 :]):
+      _undo_file(folder, later).rename(folder / f"undone-{later}")
+    number = lambda path: int(path.name.removeprefix("undone-"))
+    undone = sorted(folder.glob("undone-*"), key=number, reverse=True)
+    for path in (*undone, _undo_file(folder, step)):
+      for index, moments, old in _records(path, table.weight):
         table._put(index, old, moments)
     table._written()
-    for later in kept[kept.index(step) + 1 :]:
-      _undo_file(folder, later).unlink()
+    for path in undone:
+      path.unlink()
     table._folder = folder
     table._begin(step)
     return table
@@ -364,6 +376,22 @@ class HostTable:
       with open(part.filename, "rb") as file:
         for page in (pages * mmap.PAGESIZE).tolist():
           os.posix_fadvise(file.fileno(), page, mmap.PAGESIZE, os.POSIX_FADV_WILLNEED)
+
+
+def _initial(
+  init: Callable[[int, int], Any], rows: int, dim: int
+) -> Iterator[Float[np.ndarray, "n D"]]:
+  """The first rows of a table, in blocks."""
+  size = max(1, BLOCK // dim)
+  for first in range(0, rows, size):
+    last = min(first + size, rows)
+    block = np.asarray(init(first, last))
+    if block.shape != (last - first, dim):
+      raise ValueError(
+        f"`init` must return the rows {(last - first, dim)} for ({first}, {last}); got"
+        f" {block.shape}. Change it."
+      )
+    yield block
 
 
 def _mapped_bytes() -> float:

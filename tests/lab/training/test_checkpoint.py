@@ -326,22 +326,6 @@ def test_the_newest_or_the_best_variables_of_a_folder_are_read_without_its_model
     read_run_variables(trained, at=7)
 
 
-def test_single_blocks_between_memories_are_read_stacked_and_not_resumed(tmp_path):
-  block = lambda number: {"kernel": np.full((2, 3), number)}
-  params = {f"blocks_{number}": block(number) for number in range(11)}
-  params = jax.tree.map(lambda x: x.astype(np.float32), params | {"memories_0": np.ones(3)})
-  state = TrainState(np.int32(4), params, {}, {})
-  checkpoints = Checkpoints(tmp_path, keep=1)
-  checkpoints.save(jax.device_put(state), {})
-  checkpoints.close()
-  found, _ = read_run_variables(tmp_path)
-  np.testing.assert_array_equal(found["params"]["blocks"]["kernel"][:, 1, 2], np.arange(11))
-  assert found["params"].keys() == {"blocks", "memories_0"}
-  now = state.replace(params=found["params"])
-  with pytest.raises(ValueError, match="begin a new run with init_from=FromRun"):
-    restored(tmp_path, jax.device_put(now))
-
-
 def test_a_damaged_checkpoint_of_another_run_is_skipped_and_not_moved(trained):
   newest = trained / "checkpoints" / "20"
   # All of its numbers: a part may be the optimiser's, which is not read.

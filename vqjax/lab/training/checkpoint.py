@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import pathlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -260,14 +260,9 @@ class Checkpoints:
       return
     lines = differences(saved, shapes_by_name(like), "saved")
     if saved and lines:
-      remedy = "Restore the config that wrote it, or give another run folder with --run."
-      if _has_single_blocks(name.split(".")[1] for name in saved if name.startswith("params.")):
-        remedy += (
-          " If it is the same decoder, before its blocks between memories were stacked, begin a new"
-          f" run with init_from=FromRun({str(self.folder.parent)!r})."
-        )
       raise ValueError(
-        f"checkpoint {step} in {self.folder} is of another model:\n{lines}\n{remedy}"
+        f"checkpoint {step} in {self.folder} is of another model:\n{lines}\nRestore the config that"
+        " wrote it, or give another run folder with --run."
       )
 
   def _set_aside(self, step: int, error: Exception) -> str:
@@ -465,24 +460,7 @@ def _read_variables(
   sums = state_checksums((params, model_state))
   # The checksums of a state are in the order of its fields: the step, params, model_state, ...
   _check_sums(sums, record["arrays"][1 : 1 + len(sums)])
-  return {"params": _with_stacked_blocks(params), **model_state}
-
-
-def _has_single_blocks(names: Iterable[str]) -> bool:
-  """Whether these parameters are of a decoder with memories whose blocks are not stacked."""
-  return {"blocks_0", "memories_0"} <= {*names}
-
-
-def _with_stacked_blocks(params: dict[str, Any]) -> dict[str, Any]:
-  """The parameters with one tree of blocks of equal shapes, as decoders with memories have."""
-  if not _has_single_blocks(params):
-    return params
-  names = [name for name in params if name.startswith("blocks_")]
-  blocks = [params[f"blocks_{number}"] for number in range(len(names))]
-  if any("delta_rule" in block for block in blocks):
-    return params
-  rest = {name: tree for name, tree in params.items() if name not in names}
-  return {**rest, "blocks": jax.tree.map(lambda *parts: np.stack(parts), *blocks)}
+  return {"params": params, **model_state}
 
 
 def check_tokenizer(folder: str | pathlib.Path, text: EncodedText) -> None:

@@ -274,26 +274,27 @@ class _Places:
   Attributes:
     vocab: number of tokens, V.
     order: length of the longest n-gram, n.
-    heads: number of rows that a token reads, H.
+    sizes: number of tokens of the text, for each head.
     pad: the token before a text.
-    length: number of tokens of the text.
   """
 
   vocab: int
   order: int
-  heads: int
+  sizes: tuple[int, ...]
   pad: int
-  length: int
+
+  @property
+  def heads(self) -> int:
+    return len(self.sizes)
 
   @property
   def rows(self) -> int:
-    return self.length * self.heads
+    return sum(self.sizes)
 
   def __call__(self, tokens, previous=None):
     del previous
-    return jnp.broadcast_to(
-      jnp.arange(self.rows).reshape(self.length, self.heads), (*tokens.shape, self.heads)
-    )
+    shape = *tokens.shape, self.heads
+    return jnp.broadcast_to(jnp.arange(self.rows).reshape(-1, self.heads), shape)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "number"))
@@ -302,7 +303,7 @@ def _squares(variables, tokens_BT, key, *, model, number):
   memory, name = model.memories[number], f"memories_{number}"
   of, width = memory.lookup.ngrams, memory.lookup.table.dim
   vectors = model.apply(variables, tokens_BT, method=lambda m, t: m.memories[number].lookup(t))
-  places = _Places(of.vocab, of.order, of.heads, of.pad, tokens_BT.shape[1])
+  places = _Places(of.vocab, of.order, (tokens_BT.shape[1],) * of.heads, of.pad)
   memories = list(model.memories)
   lookup = memory.lookup.clone(ngrams=places, table=DenseEmbedding(places.rows, width))
   memories[number] = memory.clone(lookup=lookup)
