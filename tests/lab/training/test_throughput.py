@@ -14,6 +14,8 @@ from vqjax.lab import chips
 from vqjax.lab.training import log
 from vqjax.lab.training.throughput import Throughput, flops_per_token
 from vqjax.lm.models import MLP, Attention, Transformer
+from vqjax.ngrams import NGramEmbedding, NGramMemory
+from vqjax.ops.ngrams import XorHash
 
 V, D, L, H, T = 100, 16, 3, 2, 32
 
@@ -42,6 +44,15 @@ def test_local_blocks_attend_to_their_window_and_heads_count_what_they_score():
   block = D * 8 + 2 * D * 4 + 8 * D + 2 * D * 8 + 2 * 2 * D
   forward = 2 * (L * block + 2 * D) + 4 * 8 * (T + 8 + T)
   assert counted(model) == 3 * (forward + CodebookHead(V, D, 10).flops_per_token())
+
+
+def test_rows_of_n_grams_are_looked_up():
+  counts = []
+  for least in (50, 500):
+    ngrams = XorHash.qwen4(V, end=0, heads=2, least=least)
+    memory = NGramMemory(NGramEmbedding(ngrams, DenseEmbedding(ngrams.rows, 8)), D)
+    counts.append(counted(decoder(memories=(memory,), memory_blocks=(1,))))
+  assert counts == 2 * [counted(decoder()) + 3 * memory.flops_per_token()]
 
 
 def test_a_model_of_another_kind_is_not_counted():

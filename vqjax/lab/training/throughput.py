@@ -20,17 +20,19 @@ def flops_per_token(model: Any, params: Any) -> int | None:
 
     2                     for each parameter of the body, without learned positions
     4 · heads · head_dim  for each attended position of each layer: scores and weighted values
-    `flops_per_token`     of the embedding and of the head, which is less than 2 · V · D where the
-                          head is compressed
+    `flops_per_token`     of the embedding, of memories and of the head, which is less than
+                          2 · V · D where the head is compressed
 
   All positions of a window count as attended, as in PaLM's appendix B (6N + 12 · L · H · Q · T) and
   nanoGPT, whatever is masked.
   """
   if not isinstance(model, LanguageModel):
     return None
-  body = {k: x for k, x in params.items() if k not in ("embedding", "head", "position")}
+  memories = getattr(model, "memories", ())
+  own = {"embedding", "head", "position"} | {f"memories_{n}" for n in range(len(memories))}
+  body = {name: tree for name, tree in params.items() if name not in own}
   forward = 2 * sum(x.size for x in jax.tree.leaves(body))
-  forward += model.embedding.flops_per_token() + model.head.flops_per_token()
+  forward += sum(part.flops_per_token() for part in (model.embedding, *memories, model.head))
   if isinstance(model, Transformer):
     window = model.context if model.window is None else min(model.window, model.context)
     attended = sum(window if local else model.context for local in model.is_local())
