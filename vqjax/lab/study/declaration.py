@@ -105,7 +105,8 @@ class Study:
     extensions: values beyond those of a field that a tuning tries at most, where its winner lies at
       an edge of them.
     measure: (experiment, run folder) -> further measurements, kept beside the result of each
-      finished run.
+      finished run. The experiment is that of the folder's config.json: where the row begins from
+      another's run, it names the identity of that run in place of its folder.
 
   Raises:
     ValueError: a row or a field does not exist or cannot have a value; every row is made once to

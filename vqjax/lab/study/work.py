@@ -205,7 +205,7 @@ class Work:
       source |= {"function": self.function, "row": name, "runs": self._lineage(name, seed)}
       identified = self._experiment(name, seed)
       result = train_run(self._name(name, seed), experiment, folder, source, identified)
-      further = self._measured(experiment, folder) if result["status"] == "finished" else {}
+      further = self._measured(identified, folder) if result["status"] == "finished" else {}
       return {"result": result, **further}
 
     return StudyJob(self._name(name, seed), f"seed {seed}", identity, make, tuple(needs))
@@ -233,7 +233,7 @@ class Work:
 
     def make() -> dict[str, Any]:
       folder = self._model_of(row.of, seed)
-      measured = row.measure(self._experiment(row.of, seed, in_folders=True), folder)
+      measured = row.measure(self._experiment(row.of, seed), folder)
       result = origin(identity()) | measured["result"]
       kept = {"result": result, "code": code_of(self.file), "settings": row.settings()}
       return {**measured, **kept}
