@@ -102,8 +102,12 @@ def test_a_process_that_is_killed_while_it_opens_a_step_leaves_that_step(tmp_pat
     table.flush(1)
     stepped(table, 1, 3).flush(2)
     stepped(table, 3, 4)
+
+  def killed(table):
+    raise KeyboardInterrupt
+
   with monkeypatch.context() as patch:
-    patch.setattr(HostTable, "_written", lambda table: signal.raise_signal(signal.SIGINT))
+    patch.setattr(HostTable, "_written", killed)
     with pytest.raises(KeyboardInterrupt):
       HostTable.open(tmp_path / "table", 1)
   with HostTable.open(tmp_path / "table") as table:

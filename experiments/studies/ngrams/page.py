@@ -26,7 +26,10 @@ NAMES = ("wikitext",)
 works = functools.partial(study_page.works, "ngrams", NAMES)
 
 FORMED = "65536", "262144"
-"""Rows whose forms the page shows."""
+"""Rows whose forms the page shows, and around whose tables the decoder is trained again."""
+
+SHOWN = {"by counts and gradients": "steps by counts and", "int8 to int2": "int"}
+"""Series of the figure -> what the names of their forms begin with."""
 
 
 def memories_table(study: Study, results: Results) -> pd.DataFrame:
@@ -34,10 +37,10 @@ def memories_table(study: Study, results: Results) -> pd.DataFrame:
   lines = []
   for name in study.rows:
     runs = _finished(results, name)
-    if not runs:
+    if not runs or study.begins_from(name):
       continue
     of = lambda key, runs=runs: Spread.of([kept["result"]["test"][key] for kept in runs.values()])
-    seconds = [kept["result"]["train"]["step_seconds"] for kept in runs.values()]
+    costs = results.get(f"{name}/costs")
     memory = study.experiment(name).model.memories
     lines.append(
       {
@@ -46,7 +49,7 @@ def memories_table(study: Study, results: Results) -> pd.DataFrame:
         "nats a token": of("nats_per_token").show(3),
         "bits a byte": of("bits_per_byte").show(3),
         "perplexity, %": _text(difference(study, results, name)),
-        "seconds a step": f"{min(seconds):.2f}",
+        "ms a step": f"{1000 * costs['costs']['step_seconds']:.0f}" if costs else None,
         "_": of("nats_per_token").mean,
       }
     )
@@ -74,6 +77,26 @@ def forms_table(study: Study, results: Results, name: str) -> pd.DataFrame:
   return pd.DataFrame(lines)
 
 
+def again_table(study: Study, results: Results) -> pd.DataFrame:
+  """What 150 steps on text that the table has read do to the decoder around it."""
+  lines = []
+  for source in FORMED:
+    dense = _finished(results, source)
+    for bits in (None, 0.8, 0.3):
+      again = _finished(results, f"{source}-around-{bits or 'dense'}")
+      seeds = sorted(dense.keys() & again.keys())
+      if not seeds:
+        continue
+      form = f"steps by counts and gradients, {bits} bits"
+      before = [dense[s]["forms"][form] if bits else dense[s]["result"]["test"] for s in seeds]
+      after = [again[seed]["result"]["test"] for seed in seeds]
+      spread = lambda scores: Spread.of([one["nats_per_token"] for one in scores]).show(3)
+      columns = {"nats before": spread(before), "nats after": spread(after)}
+      table = "as trained" if bits is None else f"rounded to {bits} bits"
+      lines.append({"memory": study.row(source).label, "its table": table, **columns})
+  return pd.DataFrame(lines)
+
+
 def bytes_figure(study: Study, results: Results) -> Figure | None:
   """Bytes of the table's forms against bits a byte, for each size of it."""
   sizes, series = [], {}
@@ -83,7 +106,7 @@ def bytes_figure(study: Study, results: Results) -> Figure | None:
     if not formed:
       continue
     count = study.experiment(name).model.memories[0].lookup.size().params
-    for kind, begins in (("by counts and gradients", "steps by counts and"), ("alike", "int")):
+    for kind, begins in SHOWN.items():
       points = [
         (form["bits"] * count / 8, form["bits_per_byte"])
         for kept in formed[:1]
@@ -94,7 +117,7 @@ def bytes_figure(study: Study, results: Results) -> Figure | None:
       sizes += [x for x, _ in points]
   if not sizes:
     return None
-  figure, axes = blank()
+  figure, axes = blank(height=5)
   at = dict(zip(sizes, byte_axis(axes, sizes)))
   for number, (label, points) in enumerate(series.items()):
     style = "o-" if number % 2 == 0 else "s:"
@@ -121,6 +144,7 @@ def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   kept = study_page.current(works())
   for name, (study, results) in kept.items():
     tables = {"memories": memories_table(study, results)}
+    tables["again"] = again_table(study, results)
     tables |= {f"forms-{row}": forms_table(study, results, row) for row in FORMED}
     for title, table in tables.items():
       blocks[f"{name}-{title}"] = markdown(table) if len(table) else units.MISSING

@@ -121,7 +121,7 @@ BODY = (
 
 
 def around(source: str, bits: float | None, label: str, seeds: int) -> Row:
-  """A row that trains all but the table of another row, rounded to so many bits a weight."""
+  """A row that trains all but the table of another row again, rounded to so many bits a weight."""
 
   def continued(base: Experiment, run: Runs) -> Experiment:
     del base

@@ -6,12 +6,13 @@ from experiments.studies import study_page
 from experiments.studies.comparison import page as comparison
 from experiments.studies.dpq import page as dpq
 from experiments.studies.grouped import page as grouped
+from experiments.studies.ngrams import page as ngrams
 from experiments.studies.vq_logits import page as vq_logits
 from experiments.studies.words import single_tokens
 from tests.fakes import FewWords
 
 
-@pytest.mark.parametrize("page", [comparison, dpq, grouped, vq_logits])
+@pytest.mark.parametrize("page", [comparison, dpq, grouped, ngrams, vq_logits])
 def test_every_kept_result_is_of_the_configuration_that_the_code_has(page):
   """A code move must not change the identity of a result."""
   works = page.works()
