@@ -116,8 +116,9 @@ def of(platform: str, kind: str = "", devices: int = 1) -> Device:
   tokens = 512 if devices == 1 else 256
   # Below 256 rows the loops cost more than what a cache saves.
   vocab = max(256, scores // tokens // 128 * 128)
-  # Scores that leave the cache cost more than a product of usual width.
-  return Device(tokens, vocab, _CPU_BALANCE, kept=level3 // 8 // devices)
+  # Scores that leave the cache cost more than a product of usual width. A virtual machine of two
+  # cores may name the cache of a whole socket, 480 MiB.
+  return Device(tokens, vocab, _CPU_BALANCE, kept=min(2**25, level3 // 8) // devices)
 
 
 def _cache_sizes() -> tuple[int, int]:
