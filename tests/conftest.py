@@ -65,6 +65,15 @@ if os.environ.get("VQJAX_RUNTIME_TYPES"):
 ON_GPU = bool(os.environ.get("VQJAX_TEST_GPU"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _common_caches():
+  """Gives the processor the caches of a common one, so that programs are the same everywhere."""
+  from vqjax.ops import device  # after the hook above
+
+  device._CACHES = pathlib.Path("none")
+  device.of.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def _enough_gpus(request, monkeypatch):
   """Skips a test on a mesh of more GPUs than there are."""
