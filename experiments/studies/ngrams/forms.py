@@ -106,9 +106,8 @@ def forms_of(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
     and the scores of the test text. Nothing for other runs.
   """
   memories = experiment.model.memories
-  if isinstance(experiment.init_from, Coded):
-    return {}
-  if not memories or not isinstance(memories[0].lookup.table, DenseEmbedding):
+  has_table = bool(memories) and isinstance(memories[0].lookup.table, DenseEmbedding)
+  if not has_table or isinstance(experiment.init_from, Coded):
     return {}
   text = load_text(experiment)
   model = text.experiment.model

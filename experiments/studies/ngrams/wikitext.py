@@ -113,14 +113,22 @@ def memory(table: Embedding, ngrams: XorHash, label: str, **fields: Any) -> Row:
 
 
 BODY = (
-  *("embedding", "position", "blocks", "final_norm", "head"),
-  *(f"memories_0.{name}" for name in ("key", "value", "filters")),
-  *(f"memories_0.{name}_scale" for name in ("key", "query", "convolved")),
+  "embedding",
+  "position",
+  "blocks",
+  "final_norm",
+  "head",
+  "memories_0.key",
+  "memories_0.value",
+  "memories_0.filters",
+  "memories_0.key_scale",
+  "memories_0.query_scale",
+  "memories_0.convolved_scale",
 )
 """All parameters but the table of n-grams."""
 
 
-def around(source: str, bits: float | None, label: str, seeds: int) -> Row:
+def around(source: str, bits: float | None, label: str) -> Row:
   """A row that trains all but the table of another row again, rounded to so many bits a weight."""
 
   def continued(base: Experiment, run: Runs) -> Experiment:
@@ -132,7 +140,7 @@ def around(source: str, bits: float | None, label: str, seeds: int) -> Row:
     begun = Coded(start.folder, bits)
     return dataclasses.replace(start.experiment, train=train, init_from=begun)
 
-  return Row(continued, label, tune={"train.learning_rate": (1e-3,)}, seeds=seeds)
+  return Row(continued, label, tune={"train.learning_rate": (1e-3,)}, seeds=1)
 
 
 def study() -> Study:
@@ -163,5 +171,5 @@ def study() -> Study:
     for bits in (None, 0.8, 0.3):
       form = "as it is" if bits is None else f"at {bits} bits"
       label = f"{rows[source].label} {form}, all else trained for 150 steps more"
-      rows[f"{source}-around-{bits or 'dense'}"] = around(source, bits, label, 1)
+      rows[f"{source}-around-{bits or 'dense'}"] = around(source, bits, label)
   return Study(base(), rows, tune=tune, extensions=1, measure=forms_of)

@@ -218,6 +218,15 @@ def _byte_level(bpe: tokenizers.models.BPE) -> tokenizers.Tokenizer:
   return model
 
 
+def _file_in(path: str, field: str, name: str, others: str) -> Path:
+  """The file of a tokenizer, here or under $VQJAX_DATA, which may be given as its folder."""
+  found = data_path(path, kind=field)
+  file = found / name if found.is_dir() else found
+  if not file.is_file():
+    raise FileNotFoundError(f"`{field}` must hold {name}; got {found} without it. Of {others}.")
+  return file
+
+
 def _with_end(model: tokenizers.Tokenizer, end: str) -> Tokenizer:
   number = model.token_to_id(end)
   begin_with(model, end)
@@ -262,13 +271,8 @@ class JSONTokenizer(TokenizerRecipe):
 
   def files(self) -> tuple[Path, ...]:
     """Return the file, and the configuration beside it, if there is one."""
-    path = data_path(self.path, kind="tokenizer.path")
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-      raise FileNotFoundError(
-        f"`tokenizer.path` must hold tokenizer.json; got {path} without it. Of other files use"
-        " SentencePieceTokenizer(model=...) or BPETokenizer(folder=...)."
-      )
+    others = "other files use SentencePieceTokenizer(model=...) or BPETokenizer(folder=...)"
+    file = _file_in(self.path, "tokenizer.path", "tokenizer.json", others)
     config = file.with_name("tokenizer_config.json")
     return (file, config) if config.is_file() else (file,)
 
@@ -311,14 +315,8 @@ class SentencePieceTokenizer(TokenizerRecipe):
     """Return the model's file, where one is used."""
     if self.model is None:
       return ()
-    path = data_path(self.model, kind="tokenizer.model")
-    file = path / "tokenizer.model" if path.is_dir() else path
-    if not file.is_file():
-      raise FileNotFoundError(
-        f"`tokenizer.model` must hold tokenizer.model; got {path} without it. Of a tokenizer.json"
-        " use JSONTokenizer(path)."
-      )
-    return (file,)
+    others = "a tokenizer.json use JSONTokenizer(path)"
+    return (_file_in(self.model, "tokenizer.model", "tokenizer.model", others),)
 
   def _train(self, documents: Iterable[str]) -> bytes:
     """The content of a .model file trained on the documents' lines."""
