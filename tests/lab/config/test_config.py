@@ -339,6 +339,16 @@ def test_another_process_has_the_same_hash_and_a_config_imports_its_neighbours(c
   assert int(here, 16) >= 0
 
 
+def test_a_neighbour_in_a_package_does_not_hide_a_library(config_file):
+  package = config_file.parents[1] / "heads_of_mine"
+  package.mkdir()
+  text = "from heads_of_mine.absent_library import experiment\nimport absent_library\n"
+  for name, content in ("__init__", ""), ("absent_library", config_file.read_text()), ("a", text):
+    (package / f"{name}.py").write_text(content)
+  with pytest.raises(ValueError, match="line 2: ModuleNotFoundError: No module named 'absent_lib"):
+    config.load_config(package / "a.py")
+
+
 def test_tied_and_untied_models_have_different_hashes():
   tied = make(Embedding(13))
   untied = dataclasses.replace(tied, model=tied.model.clone(head=Head(Embedding(13))))

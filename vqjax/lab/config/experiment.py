@@ -284,13 +284,15 @@ def load_function(path: str | pathlib.Path, function: str, kind: type[T]) -> T:
   # of a package is a module of it.
   resolved = path.resolve()
   above = [folder for folder in resolved.parents if folder.name == "configs"]
-  packages = itertools.takewhile(lambda at: (at / "__init__.py").is_file(), resolved.parents)
-  root = (above or [*packages] or [resolved.parent])[-1].parent
+  packages = [*itertools.takewhile(lambda at: (at / "__init__.py").is_file(), resolved.parents)]
+  root = (above or packages or [resolved.parent])[-1].parent
   name = ".".join(resolved.relative_to(root).with_suffix("").parts)
   spec = importlib.util.spec_from_file_location(name, resolved)
   module = importlib.util.module_from_spec(spec)
-  # And files that lie beside it, such as a head of one's own.
-  sys.path += [str(at) for at in (root, resolved.parent) if str(at) not in sys.path]
+  # And files that lie beside it, such as a head of one's own. Modules of a package have its name
+  # before theirs: without it, experiments/bottleneck.py was a library that pandas looks for.
+  folders = (root,) if packages else (root, resolved.parent)
+  sys.path += [str(at) for at in folders if str(at) not in sys.path]
   # Dataclasses look up the module of their annotations here, while the file still executes.
   sys.modules[name] = module
   try:
