@@ -1,125 +1,75 @@
-"""Numbers in the words of pages are those of the tables of results beside them."""
+"""Numbers in the words of pages are those of the tables of results.
 
-import csv
-import pathlib
+A number has a mark behind it, <!-- TABLE / ROW --> or <!-- TABLE / ROW / COLUMN -->: a CSV file of
+docs/results, or PAGE.md BLOCK, a generated table of a page there. Without a column the number is
+the row's first percentage that is not a paper's.
+"""
+
+import io
 import re
-from typing import NamedTuple
 
+import pandas as pd
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from experiments.studies.study_page import DOCS
 
+NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?"
+CLAIM = re.compile(
+  rf"({NUMBER})(?: %|×)?(?:\s\(({NUMBER}) to\s+({NUMBER})\))?"
+  r"<!-- ([^>/]+?) / ([^>/]+?)(?: / ([^>]+))? -->"
+)
 
-class Claim(NamedTuple):
-  """A number of a page, and the cell that it is.
-
-  Attributes:
-    page: the page.
-    text: an expression for the words around the number, which is its group.
-    table: the table in docs/results.
-    row: what the row begins with, or what follows its number.
-    column: the column of the cell.
-  """
-
-  page: str
-  text: str
-  table: str
-  row: str
-  column: str
-
-
-MORE, STEP, DRAW = "% from the reference", "training", "sample"
-README, CHOOSING, INDEX = "README.md", "docs/choosing.md", "docs/index.md"
-PTB, STORIES, CONVERSIONS = "comparison-ptb", "comparison-stories", "vq_logits-conversions"
-
-CLAIMS = [
-  *(
-    Claim(page, text, PTB, row, column)
-    for page, text, row, column in (
-      (README, r"trained table, in a file .* \+(\S+) %", "tied-contexts-file", MORE),
-      (README, r"same table in memory .* \+(\S+) %", "tied-contexts-memory", MORE),
-      (README, r"same table in memory .* (\d)× a draw", "tied-contexts-memory", DRAW),
-      (README, r"small head that trains fast .* \+(\d+) %", "codebook-exchange", MORE),
-      (README, r"small head that trains fast .* (\S+)× a step", "codebook-exchange", STEP),
-      (INDEX, r"\[(\d\S*) MiB become", "tied-contexts", "MiB with the inputs"),
-      (INDEX, r"MiB become (\S+) at", "tied-contexts-file", "MiB with the inputs"),
-      (INDEX, r"MiB become .* at (\S+) % of perplexity", "tied-contexts-file", MORE),
-      (CHOOSING, r"trained table, in a file .* \+(\S+) % perplexity", "tied-contexts-file", MORE),
-      (CHOOSING, r"the same in memory .* \+(\S+) %;", "tied-contexts-memory", MORE),
-      (CHOOSING, r"a draw takes (\d) times as long", "tied-contexts-memory", DRAW),
-      (CHOOSING, r"trains in (\S+) of a dense step", "codebook-exchange", STEP),
-      (CHOOSING, r"trains in .* \+(\d+) % at 1/16", "codebook-exchange", MORE),
-      (CHOOSING, r"quality first .* \+(\d+) and", "product-learned", MORE),
-      (CHOOSING, r"quality first .* and \+(\d+) % at 1/16", "product", MORE),
-      (CHOOSING, r"faster training step, (\S+) and", "sampled", STEP),
-      (CHOOSING, r"faster training step, .* and (\S+) of the time", "adaptive", STEP),
-      (CHOOSING, r"faster training step.* \+(\d+) and", "sampled", MORE),
-      (CHOOSING, r"faster training step.* and \+(\d+) %", "adaptive", MORE),
-      (CHOOSING, r"\| untied full softmax \| (\d+) \|", "dense-contexts", MORE),
-      (CHOOSING, r"\| learned product codes \| (\d+) \|", "product-learned", MORE),
-      (CHOOSING, r"\| product codes \| (\d+) \|", "product", MORE),
-      (CHOOSING, r"\| codebooks \| (\d+) to", "codebook-exchange", MORE),
-      (CHOOSING, r"\| codebooks \| .* to (\d+) \|", "residual", MORE),
-      (CHOOSING, r"\| tree softmax \| (\d+) \|", "hierarchical", MORE),
-      (CHOOSING, r"\| low rank \| (\d+) \|", "low-rank", MORE),
-      (CHOOSING, r"\| grouped \| (\d+) \|", "grouped", MORE),
-    )
-  ),
-  Claim(CHOOSING, r"\[(\d+) %\]\S* above a dense head on TinyStories", STORIES, "grouped", MORE),
-  Claim(CHOOSING, r"by frequency (\d+) %", STORIES, "grouped-frequency", MORE),
-  Claim(CHOOSING, r"clusters of contexts (\d+) %", STORIES, "grouped-clusters", MORE),
-  *(
-    Claim(CHOOSING, text, CONVERSIONS, row, "% over full")
-    for text, row in (
-      (r"to (\d+) %\]\S* above the full softmax", "VQ-Logits (K=256)"),
-      (r"\[(\d+) %\]\S* above the fine-tuned", "low rank, converted"),
-      (r"1,024, exchange on bigrams \| \S+ \| (\S+) \|", "K=1024, exchange on bigrams"),
-      (r"1,024, k-means \| \S+ \| (\S+) \|", "K=1024, k-means"),
-      (r"460, exchange on bigrams \| \S+ \| (\S+) \|", "K=460, exchange"),
-      (r"product codes, learned \| \S+ \| (\S+) \|", "product codes, learned"),
-      (r"codebook and a low-rank part \| \S+ \| (\S+) \|", "codebook and a low-rank part"),
-    )
-  ),
-]
-
-
-def cell(claim):
-  """The number in the cell of a claim."""
-  with open(ROOT / "docs" / "results" / f"{claim.table}.csv", newline="") as file:
-    rows = list(csv.DictReader(file))
-  key = next(iter(rows[0]))
-  bare = [re.sub(r"^\d+\. ", "", row[key]) for row in rows]
-  exact = [row for row, name in zip(rows, bare) if name == claim.row]
-  (found,) = exact or [row for row, name in zip(rows, bare) if name.startswith(claim.row)]
-  return float(re.match(r"[+-]?[\d.]+", found[claim.column])[0])
-
-
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.page}: {claim.row}")
-def test_a_number_is_that_of_its_table(claim):
-  # Over the ends of lines.
-  text = (ROOT / claim.page).read_text("utf-8")
-  found = re.findall(claim.text, text) or re.findall(claim.text, text.replace("\n", " "))
-  assert len(found) == 1, found
-  decimals = len(found[0].partition(".")[2])
-  assert abs(cell(claim) - float(found[0])) <= 0.5 * 10**-decimals + 1e-9
-
-
-OTHERS = {
-  (README, "-7 %"): "104.8 over 112.4, of docs/results/dpq.md",
-  (CHOOSING, "2.7 %"): "the full softmax with as many steps over the converted one",
+MARKED = {
+  "../README.md": {"-7 %"},  # 104.8 over 112.4, of results/dpq.md
+  "choosing.md": {"2.7 %"},  # the full softmax of as many steps over the converted one
+  # A margin, an interval's level, an audit, validation, and quotients of two rows.
+  "results/comparison.md": {"1 %", "95 %", "0.7 %", "0.4 %", "10.3 %", "12 %"},
 }
-"""Percentages that are quotients of two cells."""
+"""Pages whose percentages all have marks -> the others that they have."""
+
+OTHERS = [f"results/{name}.md" for name in ("bottleneck", "grouped", "ngrams", "vq_logits")]
 
 
-@pytest.mark.parametrize("page", [README, CHOOSING, INDEX])
-def test_every_percentage_has_a_claim(page):
-  text = (ROOT / page).read_text("utf-8").replace("\n", " ")
-  claimed = {
-    match.start(1)
-    for claim in CLAIMS
-    if claim.page == page
-    for match in re.finditer(claim.text.replace(".*", "[^|]*.*?"), text)
-  }
-  percentages = re.finditer(r"[+-]?(\d[\d.]*) %", text)
-  missing = [m[0] for m in percentages if {m.start(), m.start(1)}.isdisjoint(claimed)]
-  assert [name for name in missing if (page, name) not in OTHERS] == []
+def table_of(name):
+  page, _, block = name.partition(" ")
+  text = (DOCS / "results" / page).read_text("utf-8")
+  if not block:
+    return pd.read_csv(io.StringIO(text), dtype=str, index_col=0)
+  lines = re.search(rf"<!-- generated: {block} -->\n\n(.+?)\n\n", text, re.DOTALL)[1].split("\n")
+  rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+  return pd.DataFrame(rows[2:], columns=rows[0]).set_index(rows[0][0])
+
+
+def assert_is(said, cell):
+  """Numbers of the prose are those of a cell, in the digits that they have."""
+  for words, exact in zip(filter(None, said), re.findall(NUMBER, cell.replace("± ", ""))):
+    words, exact = words.replace(",", ""), exact.replace(",", "")
+    units = [10.0 ** -len(number.partition(".")[2]) for number in (words, exact)]
+    value = float(exact) if words[0] in "+-" else abs(float(exact))
+    assert abs(float(words) - value) <= sum(units) / 2 + 1e-9, (words, cell)
+
+
+@pytest.mark.parametrize("page", [*MARKED, *OTHERS])
+def test_a_number_is_that_of_the_row_that_its_mark_names(page):
+  claims = CLAIM.findall((DOCS / page).read_text("utf-8"))
+  assert claims
+  for *said, name, row, column in claims:
+    table = table_of(name)
+    cell = table.loc[row, column or next(x for x in table if "%" in x and "paper" not in x)]
+    assert_is(said, cell)
+
+
+def test_the_numbers_of_the_first_page_are_those_of_the_tied_table():
+  # In the text of an image, which has no place for marks.
+  said = re.search(r"\[(\d\S*) MiB become (\S+) at (\S+) % of", (DOCS / "index.md").read_text())
+  rows = table_of("comparison-ptb.csv").loc[["tied-contexts", "tied-contexts-file"]]
+  sizes = rows["MiB with the inputs"]
+  for words, cell in zip(said.groups(), [*sizes, rows["% from the reference"].iloc[1]]):
+    assert_is([words], cell)
+
+
+@pytest.mark.parametrize("page", MARKED)
+def test_every_percentage_has_a_mark(page):
+  text = (DOCS / page).read_text("utf-8")
+  prose = re.sub(r"<!-- generated: ([\w-]+) -->.*?<!-- end: \1 -->", "", text, flags=re.DOTALL)
+  assert set(re.findall(rf"{NUMBER} %", CLAIM.sub("", prose))) == MARKED[page]

@@ -1,13 +1,10 @@
 """Pages have the figures of the results that are kept."""
 
 import importlib
-import io
 import json
 import pathlib
-import re
 import shutil
 
-import pandas as pd
 import pytest
 
 from experiments import (
@@ -48,77 +45,6 @@ def test_a_page_has_the_tables_of_its_results(shown, name, page):
 def test_every_tuned_lens_is_below_the_logit_lens_at_every_block():
   for result in kept("lens.json").values():
     assert all(tuned < logit for tuned, logit in zip(result["tuned"], result["logit"]))
-
-
-# A number of the prose may have a mark, <!-- TABLE / ROW -->: it is the row's percentage.
-NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?"
-CLAIM = re.compile(
-  rf"({NUMBER})(?: %)?(?:\s\(({NUMBER}) to\s+({NUMBER})\))?<!-- ([^>]+?) / ([^>]+) -->"
-)
-
-
-def table_of(name):
-  """A CSV file of docs/results, or a generated table of a page there: PAGE.md BLOCK."""
-  page, _, block = name.partition(" ")
-  text = (DOCS / "results" / page).read_text("utf-8")
-  if not block:
-    return pd.read_csv(io.StringIO(text), dtype=str, index_col=0)
-  lines = re.search(rf"<!-- generated: {block} -->\s(.+?)\s<!-- end", text, re.DOTALL)[1]
-  rows = [
-    [cell.strip() for cell in line.strip("|").split("|")] for line in lines.split("\n") if line
-  ]
-  return pd.DataFrame(rows[2:], columns=rows[0]).set_index(rows[0][0])
-
-
-CLAIMED = (
-  "../README.md",
-  "choosing.md",
-  *(
-    f"results/{name}.md" for name in ("bottleneck", "comparison", "grouped", "ngrams", "vq_logits")
-  ),
-)
-
-
-@pytest.mark.parametrize("page", CLAIMED)
-def test_numbers_of_the_prose_are_those_of_the_rows_that_their_marks_name(page):
-  claims = CLAIM.findall((DOCS / page).read_text("utf-8"))
-  assert claims
-  for *said, name, row in claims:
-    table = table_of(name)
-    cell = table.loc[row, next(x for x in table if "%" in x and "paper" not in x)].replace("± ", "")
-    for words, exact in zip(filter(None, said), re.findall(NUMBER, cell)):
-      words, exact = words.replace(",", ""), exact.replace(",", "")
-      units = [10.0 ** -len(number.partition(".")[2]) for number in (words, exact)]
-      value = float(exact) if words[0] in "+-" else abs(float(exact))
-      assert abs(float(words) - value) <= sum(units) / 2 + 1e-9, (words, cell, name, row)
-
-
-@pytest.mark.parametrize(
-  ("page", "others"),
-  [
-    # A margin, an interval's level, an audit, validation, and ratios of two rows.
-    (
-      "results/comparison.md",
-      {
-        "within 1 %",
-        "about 1 %",
-        "the 95 %",
-        "was 0.7 %",
-        "and 0.4 %",
-        "lose 10.3 %",
-        "and 8.3 %",
-        "and 12 %",
-      },
-    ),
-    ("choosing.md", {"is 2.7 %"}),
-  ],
-)
-def test_every_percentage_of_the_prose_has_a_mark(page, others):
-  text = (DOCS / page).read_text("utf-8")
-  prose = re.sub(r"<!-- generated: ([\w-]+) -->.*?<!-- end: \1 -->", "", text, flags=re.DOTALL)
-  unmarked = CLAIM.sub("", prose)
-  found = {" ".join(match.split()) for match in re.findall(r"\S+\s\d[\d.]*\s%(?!\]\()", unmarked)}
-  assert found == others
 
 
 def assert_tables_are_those_of_the_docs(folder):
