@@ -1,5 +1,6 @@
-"""Benchmark of heads at the sizes of VQ-Logits' Table 3."""
+"""Benchmarks of heads and whole models at the sizes of VQ-Logits."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -10,11 +11,21 @@ import numpy as np
 import optax
 from jax import lax
 
+from configs.vq_logits import c4, ptb, wikitext103
 from experiments.bench import measure
 from experiments.bench.losses import LossShape
 from experiments.bench.measure import Call, Timed, compare_within
-from vqjax import AdaptiveHead, CodebookHead, DenseHead, Head, LowRankHead, assign
+from vqjax import (
+  AdaptiveHead,
+  CodebookHead,
+  DenseEmbedding,
+  DenseHead,
+  Head,
+  LowRankHead,
+  assign,
+)
 from vqjax.lab.training.provenance import device
+from vqjax.lm.models import Transformer
 
 FULL = "full, in slices"
 TILED = "full, tiled"
@@ -168,6 +179,96 @@ def contenders(sizes: CodebookSizes) -> dict[str, ScoredHead]:
 def codebook_name(codes: int) -> str:
   """Label of a codebook whose normaliser is computed over its codes."""
   return f"codebook K={codes}"
+
+
+class WholeModels(NamedTuple):
+  """Decoders that differ in their heads.
+
+  Attributes:
+    model: the decoder with a full softmax.
+    heads: the heads.
+    tokens: tokens of a batch.
+  """
+
+  model: Transformer
+  heads: dict[str, Head]
+  tokens: int = 1024
+
+
+def whole_models() -> dict[str, WholeModels]:
+  """The models of Tables 1, 9 and 10 in float32, by the number of the table."""
+  sizes = {
+    "1": (wikitext103, (20_000, 80_000), (1024, 2048, 4096)),
+    "9": (c4, (2400, 9600), (512, 1024, 2048)),
+    "10": (ptb, (750, 3000), (256, 512, 1024)),
+  }
+  found = {}
+  for table, (config, cutoffs, codes) in sizes.items():
+    model = config.experiment().model
+    shape = config.VOCAB, model.dim
+    heads = {"full": DenseHead(*shape), "adaptive": AdaptiveHead(*shape, cutoffs)}
+    if table == "1":
+      heads["low-rank"] = LowRankHead(*shape, 512)
+    heads |= {f"vq-{k}": CodebookHead(*shape, k, assign.Random()) for k in codes}
+    small = model.clone(embedding=DenseEmbedding(*shape), head=heads["full"], dtype=jnp.float32)
+    found[table] = WholeModels(small, heads)
+  return found
+
+
+def whole(quick: bool) -> Iterator[dict[str, Any]]:
+  """Time the log-probabilities of a batch by whole models, relative to the full softmax."""
+  models = whole_models()
+  if quick:
+    shape = 512, 16
+    heads = {"full": DenseHead(*shape), "vq-16": CodebookHead(*shape, 16)}
+    model = models["10"].model.clone(
+      embedding=DenseEmbedding(*shape), head=heads["full"], dim=16, layers=1, heads=1, context=8
+    )
+    models = {"quick": WholeModels(model, heads, 32)}
+  figures = {}
+  for table, one in models.items():
+    figures[table] = _whole(table, one, 0.0 if quick else 60.0)
+    yield figures
+
+
+def _whole(table: str, one: WholeModels, seconds: float) -> dict[str, dict[str, float]]:
+  """Print and return parameters and times of the models of a table."""
+  model = one.model
+  _, tokens = batch(LossShape(one.tokens, 1, model.head.vocab))
+  tokens = tokens.reshape(-1, model.context)
+  shared = jax.jit(model.init)(jax.random.key(0), tokens[:1, :2])["params"]
+  own = variables_of(list(one.heads.values()))
+  count = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
+  body = count({name: part for name, part in shared.items() if name not in ("embedding", "head")})
+  programs, params = {}, {}
+  for name, head in one.heads.items():
+    variables = {collection: {"head": tree} for collection, tree in own[head].items()}
+    variables["params"] = shared | variables["params"]
+    params[name] = count(variables["params"])
+    score = functools.partial(model.clone(head=head).apply, method="log_prob")
+    programs[name] = score, (variables, tokens, jnp.roll(tokens, -1, axis=1))
+  timed = compare_within(programs, seconds, log=measure.log)
+  full = timed["full"].seconds
+  found = {
+    name: {
+      "params": params[name],
+      "head_params": one.heads[name].size().params,
+      "body_params": body,
+      "seconds": t.seconds,
+      "calls": t.calls,
+      "times_faster": full / t.seconds,
+    }
+    for name, t in timed.items()
+  }
+  measure.show_rows(
+    f"whole models of Table {table}, {one.tokens} tokens, float32, {device()}",
+    ("", "M parameters", "ms", "faster"),
+    [
+      [n, f"{f['params'] / 1e6:.2f}", f"{f['seconds'] * 1e3:.1f}", f"{f['times_faster']:.3g}x"]
+      for n, f in found.items()
+    ],
+  )
+  return found
 
 
 def variables_of(heads: list[Head]) -> dict[Head, dict]:

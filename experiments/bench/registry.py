@@ -84,6 +84,10 @@ BENCHMARKS = {
     "heads at the sizes of VQ-Logits' Table 3: log-probabilities and training; half an hour",
     lambda quick: codebook.run(quick),
   ),
+  "whole-models": Benchmark(
+    "whole models of VQ-Logits' Tables 1, 9 and 10: parameters and log-probabilities; ten minutes",
+    lambda quick: codebook.whole(quick),
+  ),
   "decoding": Benchmark(
     "top-k and samples of heads against the plain product with the weight; three minutes",
     lambda quick: decoding.run(quick),

@@ -162,6 +162,30 @@ def speed_table(speed: Mapping[str, Any]) -> pd.DataFrame:
   return pd.DataFrame(columns)
 
 
+def whole_table(models: Mapping[str, Any]) -> pd.DataFrame:
+  """Parameters and speed of whole models, of the benchmark `whole-models`, beside the paper's.
+
+  "at most" is what a head that takes no time could gain, by multiply-accumulates: the parameters of
+  the body and of the full softmax over the body's.
+  """
+  lines = []
+  for name, title in MAIN.items():
+    measured, theirs = models[title.removeprefix("Table ")], PAPER[title]
+    body, shape = measured["full"]["body_params"], measured["full"]["head_params"]
+    lines += [
+      {
+        "model": f"{name}, {row}",
+        "paper, M": theirs[row]["total_M"],
+        "M": f"{one['params'] / 1e6:.1f}",
+        "paper, times faster": theirs[row]["overall"],
+        "times faster": f"{one['times_faster']:.2f}",
+        "at most": f"{(body + shape) / body:.2f}",
+      }
+      for row, one in measured.items()
+    ]
+  return pd.DataFrame(lines)
+
+
 def kmeans_table(rows: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
   """The numbers that the benchmark `kmeans` writes."""
   return pd.DataFrame(
@@ -245,6 +269,7 @@ def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   frames = {
     **shown_tables(measured),
     "table-3": speed_table(speed),
+    "whole-models": whole_table(study_page.bench(docs, "whole-models")),
     "kmeans": kmeans_table(study_page.bench(docs, "kmeans")["data"]["mixture"]["rows"]),
   }
   blocks = {name: markdown(frame) for name, frame in frames.items()}

@@ -122,6 +122,14 @@ def test_the_codebook_benchmark_has_table_3_and_training(figures):
   assert max(figures["differences"].values()) < 1e-4
 
 
+@of("whole-models", slow=True)
+def test_whole_models_differ_in_the_parameters_of_their_heads(figures):
+  full, small = figures["quick"]["full"], figures["quick"]["vq-16"]
+  assert full["times_faster"] == 1
+  assert full["params"] - small["params"] == (512 - 16) * 16
+  assert full["params"] == full["body_params"] + full["head_params"] + 512 * 16
+
+
 @of("speculation", slow=True)
 def test_the_speculation_benchmark_has_every_head_and_sampling(figures):
   assert figures["parts"]["draft head, routed"] > 0

@@ -23,7 +23,7 @@ from vqjax.lab.training import evaluate, make_scorer, read_run_variables
 from vqjax.lab.training.run_folder import EncodedText, load_text
 from vqjax.lab.training.step import carried
 
-__all__ = ["Compressed", "Derived", "held_out_scores", "moments_of"]
+__all__ = ["Compressed", "Derived", "held_out_scores", "moments_of", "with_compressed_table"]
 
 HIDDEN_STATES = 2**17
 """Hidden states whose second moment is taken."""
@@ -100,25 +100,12 @@ class Compressed(Derived):
     """Scores and bytes of a trained model with a compressed table."""
     text = load_text(experiment)
     variables, _ = read_run_variables(folder)
-    model = text.experiment.model
-    if isinstance(model, Distilled):
-      model, variables = model.student, student_of(variables)
-    model, variables = _with_floats(model, variables)
-    head: DenseHead = model.head
-    owner = "head" if head.embedding is None else "embedding"
-    params = part_of(variables, owner)["params"]
-    small = vqjax.compress(
-      params["weight"],
-      bytes=self.bytes,
-      method=self.method,
-      moments=moments_of(model, variables, text),
-      bias=part_of(variables, "head").get("params", {}).get("bias"),
-      seed=experiment.seed,
+    model, variables, small = with_compressed_table(
+      text.experiment.model, variables, text, self.bytes, self.method
     )
-    rows = small.rows(np.arange(head.vocab)).astype(params["weight"].dtype)
-    variables = with_part(variables, owner, {"params": {**params, "weight": rows}})
+    head: DenseHead = model.head
     result: dict[str, Any] = held_out_scores(model, variables, text)
-    is_tied = owner == "embedding"
+    is_tied = head.embedding is not None
     inputs = 0 if is_tied else model.embedding.inference_size().state_bytes
     result["head"] = {
       "class": type(head).__name__,
@@ -128,6 +115,44 @@ class Compressed(Derived):
     result["embedding"] = {"shipped_bytes": inputs}
     result["seed"] = experiment.seed
     return {"result": result}
+
+
+def with_compressed_table(
+  model: nn.Module,
+  variables: Mapping[str, Any],
+  text: EncodedText,
+  size: float | None,
+  method: Callable | None = None,
+) -> tuple[nn.Module, dict[str, Any], vqjax.SmallTable]:
+  """A trained model with the rows of its compressed table, as floats.
+
+  Args:
+    model: the model, whose head is a `DenseHead`; of a distilled one its student is taken.
+    variables: its variables.
+    text: the text whose training split says what errors cost.
+    size: `bytes` of `vqjax.compress`.
+    method: its `method`.
+
+  Returns:
+    The model, with a `DenseEmbedding` where a tied one was stored otherwise; its variables; the
+    compressed table.
+  """
+  if isinstance(model, Distilled):
+    model, variables = model.student, student_of(variables)
+  model, variables = _with_floats(model, variables)
+  head: DenseHead = model.head
+  owner = "head" if head.embedding is None else "embedding"
+  params = part_of(variables, owner)["params"]
+  small = vqjax.compress(
+    params["weight"],
+    bytes=size,
+    method=method,
+    moments=moments_of(model, variables, text),
+    bias=part_of(variables, "head").get("params", {}).get("bias"),
+    seed=text.experiment.seed,
+  )
+  rows = small.rows(np.arange(head.vocab)).astype(params["weight"].dtype)
+  return model, with_part(variables, owner, {"params": {**params, "weight": rows}}), small
 
 
 def held_out_scores(
