@@ -1,4 +1,4 @@
-"""The page of the comparison of heads, from the kept results of its four studies.
+"""The page of the comparison of heads, from the kept results of its five studies.
 
 python -m experiments.studies.comparison.page
 """
@@ -9,6 +9,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -23,12 +25,17 @@ from vqjax.lab.starting_points import Distilled
 from vqjax.lab.study import Derived, Study
 from vqjax.lab.study.page import difference
 from vqjax.lab.study.seeds import Results, Spread, finished_results
+from vqjax.lab.training.optimizer import optimizer
+from vqjax.lab.training.step import state_maker
 from vqjax.lm.pages import SERIES, blank
 
 NAMES = "ptb", "manuals", "equal_bytes", "stories"
-"""The studies."""
+"""The studies of heads."""
 
-works = functools.partial(study_page.works, "comparison", NAMES)
+TRAINED = "small_tables"
+"""The study of tables that are small while they train."""
+
+works = functools.partial(study_page.works, "comparison", (*NAMES, TRAINED))
 
 OFF_PAGE = "tied-memory", "dense-contexts-memory", "tied-distilled-memory"
 """Compressed forms of other rows, which only the CSV file has."""
@@ -115,6 +122,49 @@ def comparison_table(study: Study, results: Results, costs: Mapping[str, Any]) -
   return frame.astype(object).where(frame.notna(), None)
 
 
+def training_table(study: Study, results: Results) -> pd.DataFrame:
+  """The tables of `TRAINED` that were run, by test perplexity, with their bytes in training.
+
+  These are of the table, its biases and their moments, without gradients. A row that trains on
+  around a compressed table has that table's bytes.
+  """
+  lines = []
+  for name, runs in _ranked(study, results):
+    source = name.removesuffix("-on")
+    found, one = difference(study, results, name), finished_results(results, f"{source}/run")[0]
+    size = one["head"]["state_bytes"] + one["embedding"].get("state_bytes", 0)
+    row = study.row(source)
+    held = _training_bytes(study, row.of if isinstance(row, Derived) else source)
+    costs = results.get(f"{name}/costs")
+    lines.append(
+      {
+        "table": study.row(name).label,
+        "nats a token": Spread.of([run["test"]["nats_per_token"] for run in runs.values()]).show(3),
+        "perplexity, %": found and str(found),
+        "KiB": f"{size / 1024:,.0f}",
+        "KiB in training": f"{(held if name == source else size) / 1024:,.0f}",
+        "ms a step": f"{1000 * costs['costs']['step_seconds']:.0f}" if costs else None,
+      }
+    )
+  return pd.DataFrame(lines)
+
+
+def _training_bytes(study: Study, name: str) -> int:
+  """Bytes of a row's tied table, its biases and their moments."""
+  experiment = study.experiment(name)
+  vocab = experiment.tokenizer.vocab
+  embedding = experiment.model.embedding.clone(vocab=vocab)
+  model = experiment.model.clone(
+    embedding=embedding, head=experiment.model.head.clone(vocab=vocab, embedding=embedding)
+  )
+  row = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+  make = state_maker(model, optimizer(experiment.train), {"inputs": row, "targets": row})
+  state = jax.eval_shape(make, jax.random.key(0))
+  parts = jax.tree.leaves_with_path((state.params, state.model_state, state.opt_state))
+  of_table = lambda path: {"embedding", "head"} & {getattr(key, "key", None) for key in path}
+  return sum(x.size * x.dtype.itemsize for path, x in parts if of_table(path))
+
+
 def _ranked(study: Study, results: Results) -> list[tuple[str, dict[int, Any]]]:
   """The rows that were run and their runs by seed, the lowest mean perplexity first."""
   every = [(name, finished_results(results, f"{name}/run")) for name in study.rows]
@@ -186,7 +236,8 @@ def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks, figures and CSV files of the page; return their paths."""
   blocks, figures, whole, tuned, took = {}, {}, {}, [], []
   kept = study_page.current(works())
-  for name, (study, results) in kept.items():
+  for name in NAMES:
+    study, results = kept[name]
     costs = (study_page.bench(docs, "compared") or {}).get(name, {})
     table = comparison_table(study, results, costs)
     csv_only = "verdict", "row", "% from its source", "% from the full softmax at random", "on"
@@ -194,6 +245,8 @@ def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     blocks[f"{name}-heads"] = markdown(shown) if len(shown) else units.MISSING
     whole[f"comparison-{name}.csv"] = table
     figures[f"comparison-{name}.png"] = compared_bytes_figure(study, results)
+  blocks[TRAINED] = markdown(training_table(*kept[TRAINED]))
+  for name, (study, results) in kept.items():
     took.append(summary(name, study, results))
     tuned.append(tuning_sentence(name, study, results))
   blocks["tunings"] = "\n".join(filter(None, tuned))

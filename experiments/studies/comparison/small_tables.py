@@ -56,7 +56,7 @@ class FromCompressed:
     return with_compressed_table(source, trained, text, self.bytes)[1]
 
 
-def further(source: str, part: int | None) -> Row:
+def further(source: str, part: int | None, label: str) -> Row:
   """A row that trains on where another ended: all, or all but its table at 1/PART of its bytes."""
 
   def continued(base: Experiment, run: Runs) -> Experiment:
@@ -68,8 +68,7 @@ def further(source: str, part: int | None) -> Row:
     begun = FromCompressed(start.folder, part and 1 / part, start.experiment.model.embedding)
     return dataclasses.replace(start.experiment, model=model, train=train, init_from=begun)
 
-  form = f"{source} at 1/{part}, all else" if part else f"{source}, all"
-  return Row(continued, f"{form} trained on", tune={"train.learning_rate": (5e-4, 1.5e-3, 4.5e-3)})
+  return Row(continued, label, tune={"train.learning_rate": (5e-4, 1.5e-3, 4.5e-3)})
 
 
 WITHOUT_TABLE = "position", "blocks", "final_norm", "head"
@@ -107,11 +106,13 @@ def study() -> Study:
   }
   for name in ("adamw", "rowwise", "int8"):
     for part in (16, 32):
-      rows[f"{name}-{part}"] = Compressed(name, 1 / part)
-  rows["rowwise-on"] = further("rowwise", None)
+      label = f"{rows[name].label}, then 1/{part}"
+      rows[f"{name}-{part}"] = Compressed(name, 1 / part, label=label)
+  rows["rowwise-on"] = further("rowwise", None, f"{rows['rowwise'].label}, trained on")
   for name in ("rowwise", "int8"):
     for part in (16, 32):
-      rows[f"{name}-{part}-on"] = further(name, part)
+      label = f"{rows[f'{name}-{part}'].label}, all else trained on"
+      rows[f"{name}-{part}-on"] = further(name, part, label)
   return Study(
     base=base,
     rows=rows,
