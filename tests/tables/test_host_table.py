@@ -199,6 +199,16 @@ def test_a_killed_process_loses_what_was_done_after_the_last_flush(tmp_path):
     np.testing.assert_array_equal(table.weight, np.load(tmp_path / f"{step}.npy"))
 
 
+def test_a_table_is_open_once(tmp_path):
+  with created(tmp_path / "table") as table:
+    stepped(table, 0, 2).flush(2)
+    with pytest.raises(ValueError, match="not open; got .*table, which is, here or in another"):
+      HostTable.open(tmp_path / "table")
+    stepped(table, 2, 3).flush(3)
+  with HostTable.open(tmp_path / "table") as table:
+    check_equal(state(table), in_memory(3))
+
+
 def test_a_table_in_a_file_of_others_is_read_and_not_trained(tmp_path):
   tensor_files.save_file({"memory": TABLE}, tmp_path / "model.safetensors")
   tensors, _ = tensor_files.open_file(tmp_path / "model.safetensors")

@@ -36,6 +36,11 @@ from vqjax.ops.vocabulary import host_array, is_count
 from vqjax.row_updates import check_decay, check_step, step_of
 from vqjax.tables import tensor_files
 
+try:
+  import fcntl
+except ImportError:  # Windows
+  fcntl = None
+
 __all__ = ["HostTable"]
 
 BLOCK = 2**24
@@ -98,6 +103,7 @@ class HostTable:
     self._threads = concurrent.futures.ThreadPoolExecutor(1)
     self._folder: pathlib.Path | None = None
     self._undo: io.FileIO | None = None
+    self._lock: io.BufferedReader | None = None
 
   @classmethod
   def create(
@@ -153,14 +159,15 @@ class HostTable:
     """Open the table of a folder as it was at a step; what was done after it is lost.
 
     Args:
-      folder: a folder of `create`, which no other process has open.
+      folder: a folder of `create`, which nothing else has open.
       step: one of the last two that `flush` was given; None: the last.
       rows: rows that the table must have at least, such as `rows` of the hash that reads it.
       resident: as of the class.
 
     Raises:
       FileNotFoundError: the folder has no table.
-      ValueError: a file is truncated, or the step is another one, or the table has too few rows.
+      ValueError: a file is truncated, or the step is another one, or the table has too few rows, or
+        it is open already, here or in another process.
     """
     folder = pathlib.Path(folder)
     arrays = {}
@@ -180,6 +187,7 @@ class HostTable:
         f" {len(table.weight)}. Use its own hash, or HostTable.create(..., rows={rows},"
         f" dim={table.weight.shape[1]})."
       )
+    table._lock = _locked(folder)
     kept = _steps(folder)
     if not kept:
       raise FileNotFoundError(
@@ -215,8 +223,9 @@ class HostTable:
   def close(self) -> None:
     """End the thread and close the files; what was done after the last `flush` will be lost."""
     self._threads.shutdown()
-    if self._undo is not None:
-      self._undo.close()
+    for file in (self._undo, self._lock):
+      if file is not None:
+        file.close()
 
   def rows(self, ids: Integer[Any, "*B"]) -> Float[np.ndarray, "*B D"]:
     """The rows of ids, in the dtype of the table.
@@ -376,6 +385,21 @@ class HostTable:
       with open(part.filename, "rb") as file:
         for page in (pages * mmap.PAGESIZE).tolist():
           os.posix_fadvise(file.fileno(), page, mmap.PAGESIZE, os.POSIX_FADV_WILLNEED)
+
+
+def _locked(folder: pathlib.Path) -> io.BufferedReader:
+  """Return an open file that nothing else has locked; the kernel unlocks it when it is closed."""
+  file = open(folder / "weight.safetensors", "rb")
+  if fcntl is not None:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      file.close()
+      raise ValueError(
+        f"`folder` must be of a table that is not open; got {folder}, which is, here or in another"
+        " process. Close it, or wait."
+      ) from None
+  return file
 
 
 def _initial(
