@@ -202,7 +202,7 @@ def test_a_killed_process_loses_what_was_done_after_the_last_flush(tmp_path):
 def test_a_table_is_open_once(tmp_path):
   with created(tmp_path / "table") as table:
     stepped(table, 0, 2).flush(2)
-    with pytest.raises(ValueError, match="not open; got .*table, which is, here or in another"):
+    with pytest.raises(ValueError, match=r"not open; got .*table, which is, here or in another"):
       HostTable.open(tmp_path / "table")
     stepped(table, 2, 3).flush(3)
   with HostTable.open(tmp_path / "table") as table:

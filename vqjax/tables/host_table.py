@@ -389,7 +389,7 @@ class HostTable:
 
 def _locked(folder: pathlib.Path) -> io.BufferedReader:
   """Return an open file that nothing else has locked; the kernel unlocks it when it is closed."""
-  file = open(folder / "weight.safetensors", "rb")
+  file = (folder / "weight.safetensors").open("rb")
   if fcntl is not None:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
