@@ -125,8 +125,7 @@ def comparison_table(study: Study, results: Results, costs: Mapping[str, Any]) -
 def training_table(study: Study, results: Results) -> pd.DataFrame:
   """The tables of `TRAINED` that were run, by test perplexity, with their bytes in training.
 
-  These are of the table, its biases and their moments, without gradients. A row that trains on
-  around a compressed table has that table's bytes.
+  These are of the table, its biases and their moments, without gradients, where they were largest.
   """
   lines = []
   for name, runs in _ranked(study, results):
@@ -134,22 +133,24 @@ def training_table(study: Study, results: Results) -> pd.DataFrame:
     found, one = difference(study, results, name), finished_results(results, f"{source}/run")[0]
     size = one["head"]["state_bytes"] + one["embedding"].get("state_bytes", 0)
     row = study.row(source)
-    held = _training_bytes(study, row.of if isinstance(row, Derived) else source)
-    costs = results.get(f"{name}/costs")
+    held = training_bytes(study, row.of if isinstance(row, Derived) else source)
+    costs, of_adamw = results.get(f"{name}/costs"), difference(study, results, name, "adamw")
     lines.append(
       {
+        "row": name,
         "table": study.row(name).label,
         "nats a token": Spread.of([run["test"]["nats_per_token"] for run in runs.values()]).show(3),
         "perplexity, %": found and str(found),
+        "% from AdamW": of_adamw and str(of_adamw),
         "KiB": f"{size / 1024:,.0f}",
-        "KiB in training": f"{(held if name == source else size) / 1024:,.0f}",
+        "KiB in training": f"{held / 1024:,.0f}",
         "ms a step": f"{1000 * costs['costs']['step_seconds']:.0f}" if costs else None,
       }
     )
   return pd.DataFrame(lines)
 
 
-def _training_bytes(study: Study, name: str) -> int:
+def training_bytes(study: Study, name: str) -> int:
   """Bytes of a row's tied table, its biases and their moments."""
   experiment = study.experiment(name)
   vocab = experiment.tokenizer.vocab
@@ -245,7 +246,9 @@ def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     blocks[f"{name}-heads"] = markdown(shown) if len(shown) else units.MISSING
     whole[f"comparison-{name}.csv"] = table
     figures[f"comparison-{name}.png"] = compared_bytes_figure(study, results)
-  blocks[TRAINED] = markdown(training_table(*kept[TRAINED]))
+  table = training_table(*kept[TRAINED])
+  blocks[TRAINED] = markdown(table.drop(columns=["row", "% from AdamW"]))
+  whole[f"comparison-{TRAINED}.csv"] = table
   for name, (study, results) in kept.items():
     took.append(summary(name, study, results))
     tuned.append(tuning_sentence(name, study, results))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from experiments.studies.comparison import manuals, page, ptb, stories
+from experiments.studies.comparison import manuals, page, ptb, small_tables, stories
 from experiments.studies.comparison.compressed import InFile, InMemory, TrainedTable
 from experiments.studies.lstm import LSTM
 from tests import jitted
@@ -29,6 +29,16 @@ def test_a_distilled_row_learns_from_the_teacher_of_its_seed():
 def test_a_teacher_and_its_student_share_no_layer():
   model = ptb.study().experiment("dense-distilled").model
   assert model.student.embedding is not model.teacher.embedding
+
+
+@pytest.mark.parametrize(
+  ("row", "of_number", "of_row"),
+  # Values and moments of float32; a moment a row; a scale and a moment a row. Of the bias 12 each.
+  [("adamw", 12, 0), ("rowwise", 4, 4), ("int8", 1, 8)],
+)
+def test_a_table_in_training_has_its_values_and_moments(row, of_number, of_row):
+  exact = 4096 * (128 * of_number + of_row + 12)
+  assert 0 <= page.training_bytes(small_tables.study(), row) - exact < 100
 
 
 @pytest.mark.fast_cases(2)
