@@ -80,7 +80,7 @@ def forms_table(study: Study, results: Results, name: str) -> pd.DataFrame:
 def again_table(study: Study, results: Results) -> pd.DataFrame:
   """What 150 steps on text that the table has read do to the decoder around it."""
   lines = []
-  for source in FORMED:
+  for source in ("none", *FORMED):
     dense = _finished(results, source)
     for bits in (None, 0.8, 0.3):
       again = _finished(results, f"{source}-around-{bits or 'dense'}")
@@ -93,6 +93,7 @@ def again_table(study: Study, results: Results) -> pd.DataFrame:
       spread = lambda scores: Spread.of([one["nats_per_token"] for one in scores]).show(3)
       columns = {"nats before": spread(before), "nats after": spread(after)}
       table = "as trained" if bits is None else f"rounded to {bits} bits"
+      table = table if source in FORMED else units.MISSING
       lines.append({"memory": study.row(source).label, "its table": table, **columns})
   return pd.DataFrame(lines)
 

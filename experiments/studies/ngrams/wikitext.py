@@ -128,14 +128,19 @@ BODY = (
 """All parameters but the table of n-grams."""
 
 
-def around(source: str, bits: float | None, label: str) -> Row:
+def around(source: str, bits: float | None, label: str, trainable: tuple[str, ...] = BODY) -> Row:
   """A row that trains all but the table of another row again, rounded to so many bits a weight."""
 
   def continued(base: Experiment, run: Runs) -> Experiment:
     del base
     start = run(source)
     train = dataclasses.replace(
-      start.experiment.train, steps=150, warmup=15, eval_every=150, save_every=150, trainable=BODY
+      start.experiment.train,
+      steps=150,
+      warmup=15,
+      eval_every=150,
+      save_every=150,
+      trainable=trainable,
     )
     begun = Coded(start.folder, bits)
     return dataclasses.replace(start.experiment, train=train, init_from=begun)
@@ -172,4 +177,6 @@ def study() -> Study:
       form = "as it is" if bits is None else f"at {bits} bits"
       label = f"{rows[source].label} {form}, all else trained for 150 steps more"
       rows[f"{source}-around-{bits or 'dense'}"] = around(source, bits, label)
+  # What the text, read again, and its learning rate do without a table.
+  rows["none-around-dense"] = around("none", None, "no memory, trained for 150 steps more", ())
   return Study(base(), rows, tune=tune, extensions=1, measure=forms_of)
