@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import vqjax
 from vqjax.tables import (
   Moments,
   coded_table,
@@ -13,7 +14,7 @@ from vqjax.tables import (
   probabilities,
   transform,
 )
-from vqjax.tables.coded import BLOCK, Coordinates, Levels, dependent_levels
+from vqjax.tables.coded import BLOCK, Coordinates, Levels, dependent_levels, with_fewer_bits
 
 V, D = 301, 7
 
@@ -55,6 +56,36 @@ def test_the_transform_makes_errors_cost_alike_and_columns_uncorrelated():
   off = in_basis - np.diag(np.diag(in_basis))
   assert np.abs(off).max() < 2e-2 * variances[0]
   assert (np.diff(variances) <= 0).all()
+
+
+@pytest.mark.programs(48)
+def test_a_basis_of_few_bits_leaves_less_error_at_equal_bytes(monkeypatch):
+  rng = np.random.default_rng(3)
+  mixed = rng.normal(size=(40, 40)) * np.linspace(0.2, 3, 40)
+  table = (rng.normal(size=(900, 40)) @ mixed).astype(np.float32)
+  hidden = rng.normal(size=(500, 40)) @ rng.normal(size=(40, 40)) * np.linspace(0.1, 2, 40)
+  moments = Moments(hidden.T @ hidden / 500, 9000 // np.arange(1, 901), 500)
+  p = probabilities(moments.counts)
+
+  def cost():
+    off = table - vqjax.compress(table, bytes=1 / 12, moments=moments).rows(np.arange(900))
+    return (p * ((off @ moments.metric()) * off).sum(axis=1)).sum()
+
+  rounded = cost()
+  monkeypatch.setattr("vqjax.tables.coded.with_fewer_bits", lambda basis, *others: basis)
+  assert rounded < 0.8 * cost()
+
+
+@pytest.mark.parametrize(("rows", "least", "most"), [(200, 1, 6), (10**9, 10, 24)])
+def test_a_basis_has_the_bits_that_pay_for_themselves(rows, least, most):
+  _, moments = example(dim=150)
+  basis = transform(moments, np.cov(np.random.default_rng(4).normal(size=(150, 400))), 0.1)
+  covariance = np.linalg.inv(basis.forward.T) @ np.diag(basis.variances) @ basis.inverse
+  found = with_fewer_bits(basis, moments.metric(), covariance, rows)
+  entries = found.inverse.astype(np.float64)
+  (bits, *_) = [k for k in range(25) if (entries * 2**k == np.rint(entries * 2**k)).all()]
+  assert least <= bits <= most
+  np.testing.assert_allclose(found.forward @ entries, np.eye(150), atol=1e-9)
 
 
 def errors(found, table):
