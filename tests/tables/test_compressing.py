@@ -26,7 +26,7 @@ CODES = {
   "scalar": vqjax.Scalar(bits=3),
 }
 METHODS = CODES | {"int8": vqjax.Int8(), "integers": vqjax.Integers(), "packed": vqjax.Packed()}
-BOUNDS = {"integers": "4KB", "packed": "4KB"}
+BOUNDS = {"integers": "3KB", "packed": "4KB"}
 """Sizes of the methods that need one."""
 
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -74,8 +74,8 @@ def test_the_report_has_the_size_and_the_error_of_the_result(name):
   log_p = log_softmax(HIDDEN @ TABLE.T.astype(np.float64), axis=-1)
   log_q = log_softmax(HIDDEN @ found.T.astype(np.float64), axis=-1)
   divergence = (np.exp(log_p) * (log_p - log_q)).sum(-1).mean()
-  # float32 scores of some hundreds, whose roundings differ by 1e-8 nats.
-  np.testing.assert_allclose(report.kl, divergence, rtol=1e-2, atol=1e-8)
+  # float32 scores of some hundreds.
+  np.testing.assert_allclose(report.kl, divergence, rtol=1e-2)
   assert method.__class__.__name__ in str(report)
   assert "of float32" in str(report)
 

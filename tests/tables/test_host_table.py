@@ -205,8 +205,12 @@ def test_a_table_is_open_once(tmp_path):
     with pytest.raises(ValueError, match=r"not open; got .*table, which is, here or in another"):
       HostTable.open(tmp_path / "table")
     stepped(table, 2, 3).flush(3)
+  # `kept` holds the traceback.
+  with pytest.raises(ValueError, match="`step` must be one") as kept:
+    HostTable.open(tmp_path / "table", 1)
   with HostTable.open(tmp_path / "table") as table:
     check_equal(state(table), in_memory(3))
+  assert kept.tb
 
 
 def test_a_table_in_a_file_of_others_is_read_and_not_trained(tmp_path):

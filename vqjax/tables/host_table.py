@@ -188,6 +188,16 @@ class HostTable:
         f" dim={table.weight.shape[1]})."
       )
     table._lock = _locked(folder)
+    try:
+      table._go_back(folder, step)
+    except BaseException:
+      # A traceback may be kept, and the table with it.
+      table.close()
+      raise
+    return table
+
+  def _go_back(self, folder: pathlib.Path, step: int | None) -> None:
+    """Put back the rows of a step, from which the table goes on."""
     kept = _steps(folder)
     if not kept:
       raise FileNotFoundError(
@@ -205,14 +215,13 @@ class HostTable:
     number = lambda path: int(path.name.removeprefix("undone-"))
     undone = sorted(folder.glob("undone-*"), key=number, reverse=True)
     for path in (*undone, _undo_file(folder, step)):
-      for index, moments, old in _records(path, table.weight):
-        table._put(index, old, moments)
-    table._written()
+      for index, moments, old in _records(path, self.weight):
+        self._put(index, old, moments)
+    self._written()
     for path in undone:
       path.unlink()
-    table._folder = folder
-    table._begin(step)
-    return table
+    self._folder = folder
+    self._begin(step)
 
   def __enter__(self) -> Self:
     return self
