@@ -33,7 +33,9 @@ every_method = pytest.mark.parametrize("name", METHODS)
 
 
 TABLE = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
-BIAS = np.random.default_rng(2).normal(size=V).astype(np.float32)
+BIAS = np.random.default_rng(2).normal(size=V).astype(np.float16).astype(np.float32)
+"""Biases as they are kept."""
+
 _rng = np.random.default_rng(1)
 HIDDEN = (_rng.normal(size=(300, D)) * np.arange(1, D + 1)) @ _rng.normal(size=(D, D))
 """Hidden states with strongly correlated components, as those of a model."""
@@ -166,6 +168,15 @@ def test_the_tensors_of_the_file_are_within_the_bytes(dtype, with_bias, tmp_path
   assert tensors.keys() - {"basis"} == {"codes", "values"} | ({"bias"} if with_bias else set())
   size = sum(x.nbytes for x in tensors.values())
   assert size == small.nbytes <= TABLE.astype(dtype).nbytes / 3
+
+
+def test_a_bias_takes_two_bytes_where_they_hold_it():
+  small = compressed("int8", with_bias=True)
+  assert small.bias.dtype == np.float16
+  large = BIAS * 2**17
+  kept = vqjax.compress(TABLE, method=vqjax.Int8(), bias=large)
+  np.testing.assert_array_equal(kept.bias, large)
+  assert kept.nbytes - small.nbytes == 2 * V
 
 
 def test_bytes_are_a_fraction_or_a_number():

@@ -112,7 +112,7 @@ def test_tables_of_every_codec_have_their_rows_and_scores(method, size, tmp_path
   np.testing.assert_allclose(found(torch.arange(V)), rows, atol=1e-5)
   hidden = rng.normal(size=(3, D)).astype(np.float32)
   scores = found.scores(torch.tensor(hidden))
-  np.testing.assert_allclose(scores, hidden @ rows.T + bias, atol=1e-4)
+  np.testing.assert_allclose(scores, hidden @ rows.T + small.bias, atol=1e-4)
   assert f"codec={small.codec}" in str(found)
 
 

@@ -126,7 +126,7 @@ def to_head(
       " Train the embedding with additive=False."
     )
   bias = small.bias if bias is None else bias
-  params = {} if bias is None else {"token_bias": jnp.asarray(bias)}
+  params = {} if bias is None else {"token_bias": jnp.asarray(bias, jnp.float32)}
   tokens = jnp.arange(small.vocab)
   codes = bit_packing.bit_unpacked_rows(
     jnp.asarray(small.data), tokens, small.subspaces, small.bits

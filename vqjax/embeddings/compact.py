@@ -46,7 +46,9 @@ def write_table(
   texts = {"format": table_file.FORMAT, "version": table_file.VERSION}
   texts |= {"codec": codec} | {name: str(value) for name, value in metadata.items()}
   if bias is not None:
-    tensors["bias"], texts["bias"] = np.asarray(bias, np.float32), "true"
+    is_half = np.asarray(bias).dtype == np.float16
+    tensors["bias"] = np.asarray(bias, np.float16 if is_half else np.float32)
+    texts["bias"] = "true"
   # At once, because the old file may be mapped.
   with outputs.atomic_path(path) as partial:
     # The checksum covers the header, which is therefore written twice, with the same length.
@@ -76,7 +78,8 @@ class CompactEmbedding:
     subspaces: number of codes of a token, M.
     additive: whether a vector is the mean of its values; otherwise their concatenation.
     dtype: name of the dtype to which the vectors are rounded.
-    bias: float32 [V], the output bias that was trained with the table; None: there is none.
+    bias: float16 or float32 [V], the output bias that was trained with the table; None: there is
+      none.
     basis: float16 or float32 [M C, D], by which concatenated vectors are multiplied; None: there is
       none.
   """

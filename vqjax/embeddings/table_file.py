@@ -12,7 +12,7 @@ It reads the codecs "codes", "int8" and "packed"; `vqjax/tables/container.py` re
 #
 #   8 bytes    length of the header
 #   header     JSON: where each tensor lies, and `__metadata__`, strings only: codec, V, d, ...
-#   tensors    those of the codec, and bias (float32 [V]) if there is one
+#   tensors    those of the codec, and bias (float16 or float32 [V]) if there is one
 #
 #   codec      tensors
 #   codes      codes (bytes), values (float32 [M or 1, K, C]), and basis (float16 or float32
@@ -200,7 +200,8 @@ class _Rows:
     self.vocab, self.dim = (_count(path, meta, key) for key in ("V", "d"))
     self.bias = None
     if "bias" in tensors:
-      self.bias = _tensor(path, tensors, "bias", np.float32, [(self.vocab,)])
+      dtype = np.float16 if tensors["bias"].dtype == np.float16 else np.float32
+      self.bias = _tensor(path, tensors, "bias", dtype, [(self.vocab,)])
 
   def __len__(self):
     return self.vocab

@@ -362,7 +362,8 @@ def compress(
     hidden: a sample of the hidden states h that the rows are multiplied by in an output head. The
       error is then E[(h · (row - approximation))²], so that the scores are kept.
     moments: the moments that `vqjax.tables.Moments` has, instead of `counts` and `hidden`.
-    bias: the output bias that was trained with the table; the result and its head keep it.
+    bias: the output bias that was trained with the table; the result and its head keep it, in
+      float16 if that holds it.
     seed: seed of the initial centroids of methods of k-means.
 
   Returns:
@@ -408,6 +409,7 @@ def compress(
         f"`bias` must be {vocab} finite numbers, one for each row; got {got}. Give the bias of the"
         " head whose weight the table is."
       )
+    bias = _kept(bias)
   size = None if bytes is None else byte_budget(bytes, rows.nbytes) - _nbytes(bias)
   problem, moment, divergence = _problem(rows, counts, hidden, moments, bias)
   problem = dataclasses.replace(problem, size=size, kl=kl, seed=seed)
@@ -451,6 +453,12 @@ def byte_budget(bytes: float | str, of: int) -> int:
       f" as 65MB; got {text}. Use KB, MB or GB."
     ) from None
   return int(value * of) if is_fraction else int(value)
+
+
+def _kept(bias: Float[np.ndarray, "V"]) -> Float[np.ndarray, "V"]:
+  """The biases as they are kept: a small table's float32 would be an eighth of its bytes."""
+  is_small = np.abs(bias).max(initial=0) <= np.finfo(np.float16).max
+  return bias.astype(np.float16) if is_small else bias
 
 
 def _nbytes(array: np.ndarray | None) -> int:

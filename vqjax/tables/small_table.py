@@ -116,7 +116,7 @@ class _Integers:
   def head(small, bias, fields):
     params = {"weight": jnp.asarray(small.table())}
     if bias is not None:
-      params["bias"] = jnp.asarray(bias)
+      params["bias"] = jnp.asarray(bias, jnp.float32)
     return DenseHead(*small.shape, use_bias=bias is not None, **fields), {"params": params}
 
   @staticmethod
@@ -186,7 +186,7 @@ class _Int8:
     head = DenseHead(*small.shape, use_bias=bias is not None, embedding=embedding, **fields)
     made = {collection: {"embedding": tree} for collection, tree in variables.items()}
     if bias is not None:
-      made["params"]["bias"] = jnp.asarray(bias)
+      made["params"]["bias"] = jnp.asarray(bias, jnp.float32)
     return head, made
 
   @staticmethod
@@ -247,7 +247,8 @@ class SmallTable:
   Attributes:
     form: the table as it is kept, of one of the classes `CompressedTable`, `PackedTable`,
       `Int8Table` and `CompactEmbedding`.
-    bias: float32 [V], the output bias that was trained with the table; None: there is none.
+    bias: float16 or float32 [V], the output bias that was trained with the table; None: there is
+      none.
     report: the `Report` of the compression; None for a table that was loaded.
   """
 

@@ -241,7 +241,7 @@ class TorchTable(torch.nn.Module):
         tile = rows @ self._composed(tokens).float().T
       scores[:, first : first + len(tokens)] = tile
     if self.bias is not None:
-      scores += self.bias
+      scores += self.bias.float()
     return scores.reshape(*hidden.shape[:-1], self.vocab)
 
 
