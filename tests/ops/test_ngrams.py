@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vqjax.ops import ngrams
-from vqjax.ops.ngrams import PolynomialHash, XorHash
+from vqjax.ops.ngrams import CanonicalHash, PolynomialHash, XorHash
 
 END, VOCAB = 3, 151_936
 QWEN = XorHash.qwen4(VOCAB, END, layer=1, heads=2, least=20_000)
@@ -98,10 +98,32 @@ def test_a_table_is_read_by_the_share_that_the_readings_say():
   assert ngrams.readings(of, np.array([[0, 1], [0, 2]]))[0].used == 3
 
 
+def test_tokens_that_read_alike_have_the_rows_of_their_canonical_id():
+  ids = np.arange(40) % 7
+  of = CanonicalHash(XorHash.engram(7, [101, 53], pad=4, heads=2), ids)
+  assert (of.vocab, of.pad, of.rows, of.order) == (40, 4, of.hash.rows, 3)
+  tokens = text(of)
+  expected = of.hash(ids[tokens])
+  np.testing.assert_array_equal(of(tokens), expected)
+  np.testing.assert_array_equal(jax.jit(of)(jnp.asarray(tokens)), expected)
+  np.testing.assert_array_equal(of(tokens[:, 5:], previous=tokens[:, 3:5]), expected[:, 5:])
+  unknown = np.asarray(jax.jit(of)(jnp.array([1, 40, 2, 3, 4])))
+  assert ((unknown == -1).all(axis=-1) == [False, True, True, True, False]).all()
+  with pytest.raises(ValueError, match="got 40"):
+    of(np.array([40]))
+  assert ngrams.readings(of, tokens) == ngrams.readings(of.hash, ids[tokens])
+  same = CanonicalHash(of.hash, tuple(ids.tolist()))
+  assert (same, hash(same)) == (of, hash(of))
+  assert same != CanonicalHash(of.hash, ids[::-1])
+
+
 @pytest.mark.untyped
 @pytest.mark.parametrize(
   ("make", "message"),
   [
+    (lambda: CanonicalHash(QWEN, np.ones(3)), r"of all tokens, \[V\]; got float64 \(3,\)"),
+    (lambda: CanonicalHash(PolynomialHash(5, 2, (7,)), [0, 5]), r"vocab=6"),
+    (lambda: CanonicalHash(PolynomialHash(5, 2, (7,)), [1, 4]), "`pad`, 0; no token has it"),
     (lambda: PolynomialHash(10, 1, (5,)), "at least 2 tokens; got 1"),
     (lambda: PolynomialHash(10, 3, (5, 7, 11)), "multiple of 2"),
     (lambda: PolynomialHash(10, 2, (7.5,)), r"integers of at least 2, .* got \(7\.5,\)"),

@@ -27,7 +27,7 @@ from jaxtyping import Array, Int, Integer, UInt32
 from vqjax.ops.vocab_parallel import on_any_axes
 from vqjax.ops.vocabulary import host_array, in_vocabulary, is_count
 
-__all__ = ["NGramHash", "PolynomialHash", "XorHash", "count_rows", "readings"]
+__all__ = ["CanonicalHash", "NGramHash", "PolynomialHash", "XorHash", "count_rows", "readings"]
 
 LARGEST = 2**31 - 1
 """Largest number of rows: ids are int32."""
@@ -104,7 +104,7 @@ class _Hash:
       return on_any_axes(hashed, (tokens, previous), jnp.asarray(tokens))
     return self._hashed(tokens, previous, np)
 
-  def _hashed(self, tokens, previous, xp):
+  def _checked(self, tokens, previous, xp):
     tokens = xp.asarray(tokens)
     if not np.issubdtype(tokens.dtype, np.integer) or tokens.ndim < 1:
       raise ValueError(
@@ -117,6 +117,11 @@ class _Hash:
         f"`previous` must be integers {wanted}, the {before} tokens before; got {previous.dtype}"
         f" {previous.shape}. Fill with {self.pad} where there are none."
       )
+    return tokens, previous
+
+  def _hashed(self, tokens, previous, xp):
+    before = self.order - 1
+    tokens, previous = self._checked(tokens, previous, xp)
     (was_known, previous), (is_known, tokens) = (self._known(x) for x in (previous, tokens))
     shifted = self._shifted(xp.concatenate([previous, tokens], axis=-1), xp)
     words = _Wide if xp is np else _Pair
@@ -255,8 +260,8 @@ class XorHash(_Hash):
   ) -> XorHash:
     """The hash of a layer of Engram.
 
-    Tokens are canonical ids: those of pieces that read alike are equal. It was not compared with
-    the authors' program, whose multipliers and sizes may be others.
+    Tokens are canonical ids, those of pieces that read alike, which `CanonicalHash` takes from a
+    tokenizer's. Multipliers and sizes are those of the authors' demonstration.
 
     Args:
       vocab: number of canonical ids.
@@ -335,6 +340,90 @@ class PolynomialHash(_Hash):
       columns.append(total)
     stack = np.stack if words is _Wide else jnp.stack
     return stack(columns, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class CanonicalHash(_Hash):
+  """A hash of n-grams of canonical ids: tokens that read alike are one.
+
+  Source: Engram (arXiv 2601.07372), Section 2.2. `vqjax.lm.tokenizers.canonical_ids` gives the ids
+  of a tokenizer.
+
+  Example:
+    >>> from vqjax.ops.ngrams import CanonicalHash, XorHash
+    >>> of = CanonicalHash(XorHash.engram(3, [101], pad=0, heads=2), ids=(0, 1, 2, 1))
+    >>> bool((of([1, 2, 1]) == of([3, 2, 3])).all())
+    True
+
+  Attributes:
+    hash: the hash of canonical ids.
+    ids: the canonical id of each token, [V].
+  """
+
+  hash: XorHash | PolynomialHash
+  ids: tuple[int, ...] = dataclasses.field(repr=False)
+
+  def __post_init__(self):
+    ids = host_array("ids", self.ids)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
+      raise ValueError(
+        f"`ids` must be the canonical ids of all tokens, [V]; got {ids.dtype} {ids.shape}. Take"
+        " them from canonical_ids(tokenizer)."
+      )
+    if ids.min() < 0 or ids.max() >= self.hash.vocab:
+      raise ValueError(
+        f"`ids` must be in [0, {self.hash.vocab}), the canonical ids of the hash; got"
+        f" {ids.min()} to {ids.max()}. Make the hash with vocab={ids.max() + 1}."
+      )
+    if self.hash.pad not in ids:
+      raise ValueError(
+        f"`ids` must have the hash's `pad`, {self.hash.pad}; no token has it. Give the canonical id"
+        " of a token."
+      )
+    object.__setattr__(self, "ids", tuple(ids.tolist()))
+
+  def __hash__(self) -> int:
+    return self._hash_value
+
+  @functools.cached_property
+  def _hash_value(self) -> int:
+    # Every call of a compiled program asks for it.
+    return hash((self.hash, self.ids))
+
+  @functools.cached_property
+  def _table(self) -> Int[np.ndarray, "V"]:
+    return np.asarray(self.ids, np.int32)
+
+  @property
+  def vocab(self) -> int:
+    """Number of tokens, V."""
+    return len(self.ids)
+
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    """Rows of each head."""
+    return self.hash.sizes
+
+  @functools.cached_property
+  def pad(self) -> int:
+    """The first token whose canonical id is the hash's `pad`."""
+    return self.ids.index(self.hash.pad)
+
+  @property
+  def order(self) -> int:
+    """Length of the longest n-gram, n."""
+    return self.hash.order
+
+  def _hashed(self, tokens, previous, xp):
+    tokens, previous = self._checked(tokens, previous, xp)
+    return self.hash._hashed(self.canonical(tokens), self.canonical(previous), xp)
+
+  def canonical(self, tokens: Tokens) -> Tokens:
+    """The canonical ids of tokens [*B, T]; in a compiled program -1 outside the vocabulary."""
+    known, tokens = self._known(tokens)
+    if isinstance(tokens, jax.Array):
+      return jnp.where(known, jnp.asarray(self._table)[tokens], -1)
+    return self._table[tokens]
 
 
 def _check(given, order):
@@ -545,9 +634,11 @@ class Reading(NamedTuple):
   entropy: float
 
 
-def readings(of: XorHash | PolynomialHash, tokens: Tokens) -> list[Reading]:
+def readings(of: XorHash | PolynomialHash | CanonicalHash, tokens: Tokens) -> list[Reading]:
   """Load, collisions and entropy of every head, for a text [T] or texts [*B, T]."""
   tokens = np.asarray(tokens)
+  if isinstance(of, CanonicalHash):
+    of, tokens = of.hash, of.canonical(tokens)
   ids = of(tokens).reshape(-1, of.heads)
   before = of.order - 1
   history = np.concatenate([np.full((*tokens.shape[:-1], before), of.pad), tokens], axis=-1)

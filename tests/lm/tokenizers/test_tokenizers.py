@@ -52,6 +52,41 @@ def test_a_tokenizer_json_is_read_with_what_begins_a_text(folder, tmp_path):
   assert (again.encode("w4 w1"), again.eos) == ([0, 5, 2], (3, 5))
 
 
+def test_canonical_ids_are_those_of_the_normalizers_of_the_library():
+  n, end = library.normalizers, "\ue000"
+  steps = [n.NFKC(), n.NFD(), n.StripAccents(), n.Lowercase()]
+  steps += [n.Replace(library.Regex(r"[ \t\r\n]+"), " "), n.Replace(library.Regex("^ $"), end)]
+  normal = n.Sequence([*steps, n.Strip(), n.Replace(end, " ")])
+  pieces = ["a", "A", " a", "\u00c4", "a\u0308", "\t", " \r\n ", "\ufb01x", "FIX", "\u0130", "i"]
+  pieces += [
+    "\u03a3\u03a3",
+    "\u03c3\u03c3",
+    "\u0301",
+    "\u2167",
+    "viii",
+    "\uff21",
+    "\u00a0",
+    "a b",
+    "A  B",
+  ]
+
+  class Words:
+    vocab = len(pieces) + 3
+
+    def decode(self, tokens):
+      return [*pieces, "\ufffd", "\ufffd", ""][tokens[0]]
+
+    def piece(self, token):
+      return f"<{token}>"
+
+  known, expected = {}, []
+  for piece in pieces:
+    expected.append(known.setdefault(normal.normalize_str(piece) or piece, len(known)))
+  found = reading.canonical_ids(Words())
+  assert found == [*expected, *(len(known) + i for i in range(3))]
+  assert found[:4] == [0] * 4
+
+
 @pytest.mark.parametrize("count", [32, 98])
 def test_a_tokenizer_of_another_size_is_refused(folder, count):
   words_of(count).save(str(folder / "tokenizer.json"))

@@ -2,10 +2,18 @@
 
 from vqjax.lm.tokenizers.reading import (
   Tokenizer,
+  canonical_ids,
   check_size,
   from_pieces,
   from_state,
   load_tokenizer,
 )
 
-__all__ = ["Tokenizer", "check_size", "from_pieces", "from_state", "load_tokenizer"]
+__all__ = [
+  "Tokenizer",
+  "canonical_ids",
+  "check_size",
+  "from_pieces",
+  "from_state",
+  "load_tokenizer",
+]

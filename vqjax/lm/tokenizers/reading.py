@@ -10,6 +10,7 @@ import json
 import pathlib
 import re
 import struct
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -43,7 +44,7 @@ from vqjax.lm.tokenizers.gguf_vocabulary import (
 )
 from vqjax.outputs import copy_file
 
-__all__ = ["Tokenizer", "from_state", "load_tokenizer"]
+__all__ = ["Tokenizer", "canonical_ids", "from_state", "load_tokenizer"]
 
 
 @runtime_checkable
@@ -783,3 +784,29 @@ def check_size(tokenizer: Tokenizer, vocab: int, path: pathlib.Path) -> None:
       f"the tokenizer of {path} must have the model's {vocab:,} tokens, or at most {padding:,}"
       f" fewer; got {tokenizer.vocab:,}. Use the tokenizer that belongs to the weights."
     )
+
+
+def canonical_ids(tokenizer: Tokenizer) -> list[int]:
+  """The canonical id of each token: tokens that read alike have one, by order of appearance.
+
+  Case, accents, compatibility forms of characters and the kind and number of spaces make no
+  difference; a token of spaces alone is not an empty one. Control tokens and parts of characters
+  are told apart by their pieces. Source: Engram (arXiv 2601.07372), Section 2.2.
+
+  Returns:
+    V integers from 0, for `vqjax.ops.ngrams.CanonicalHash`.
+  """
+  known: dict[str, int] = {}
+  found = []
+  for token in range(tokenizer.vocab):
+    text = tokenizer.decode([token])
+    key = tokenizer.piece(token) if not text or "\ufffd" in text else _canonical(text) or text
+    found.append(known.setdefault(key, len(known)))
+  return found
+
+
+def _canonical(text: str) -> str:
+  text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+  text = "".join(c.lower() for c in text if unicodedata.category(c) != "Mn")
+  text = re.sub("[ \t\r\n]+", " ", text)
+  return text if text == " " else text.strip()
