@@ -43,6 +43,24 @@ def test_a_character_that_the_prompt_begins_is_part_of_the_text():
   assert pieces == ["", "😀", "b"]
 
 
+class ByteFallback(Bytes):
+  """Bytes whose row has no character at all if one of them is not whole, as in `tokenizers`."""
+
+  def decode(self, tokens):
+    """The text of bytes, without the spaces before it, as in SentencePiece."""
+    try:
+      return bytes(tokens).decode().lstrip(" ")
+    except UnicodeDecodeError:
+      return "\ufffd" * len(tokens)
+
+
+@pytest.mark.parametrize("cut", [0, 2])
+def test_a_text_does_not_depend_on_where_its_row_of_bytes_is_cut(cut):
+  written = "😀a  漢字   b".encode()
+  text = TextStream(ByteFallback(), "漢😀😀".encode() + written[:cut])
+  assert "".join([text.push(token) for token in written[cut:]]) == "😀a  漢字   b"
+
+
 def test_what_may_begin_a_stop_string_is_held_back():
   text = TextStream(Bytes(), [], ["abd", "xyz"])
   pieces = [text.push(token) for token in b"qabcab"]

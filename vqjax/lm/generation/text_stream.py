@@ -32,11 +32,12 @@ class TextStream:
     self._stop = tuple(entry for entry, (_, is_text) in named.items() if is_text)
     self._ends = {token for controls, _ in named.values() for token in controls}
     before = BEFORE
-    while before < len(prompt) and not tokenizer.decode(prompt[-before:]):
+    while before < len(prompt) and not self._begins_text(prompt[-before:]):
       before *= 2
     self._tokens = list(prompt[-before:])
-    # Tokens from `_first` are decoded together, which begin with some that have a text, because
-    # tokenizers drop the space before a first one; the text up to `_read` has been taken.
+    # Tokens from `_first` are decoded together, which begin with some that have a text of whole
+    # characters: tokenizers drop the space before a first one, and some decode a row of bytes that
+    # begins within a character to no character at all. The text up to `_read` has been taken.
     self._first, self._read = 0, len(self._tokens)
     self._held = ""
     self.text, self.stopped = "", False
@@ -60,17 +61,25 @@ class TextStream:
     self._held, self.text = "", self.text + rest
     return piece + rest
 
+  def _begins_text(self, tokens: Sequence[int]) -> bool:
+    """Whether tokens have a text of their own, which does not begin within a character."""
+    text = self._tokenizer.decode(tokens)
+    return bool(text) and not text.startswith(BROKEN)
+
   def _decoded(self) -> str:
     """The text of the tokens that have not been taken."""
-    before = self._tokenizer.decode(self._tokens[self._first : self._read])
-    whole = self._tokenizer.decode(self._tokens[self._first :])
+    decode, first, read = self._tokenizer.decode, self._first, self._read
+    whole, before = decode(self._tokens[first:]), decode(self._tokens[first:read])
     # A prompt may end within a character, which the first tokens complete.
-    while not whole.startswith(before) and before.endswith(BROKEN):
-      before = before[:-1]
+    while not whole.startswith(before) and before.endswith(BROKEN) and read > first:
+      read -= 1
+      before = decode(self._tokens[first:read])
     return whole[len(before) :]
 
   def _take(self, text: str) -> str:
-    self._first, self._read = self._read if text else self._first, len(self._tokens)
+    if text and self._begins_text(self._tokens[self._read :]):
+      self._first = self._read
+    self._read = len(self._tokens)
     text = self._held + text
     found = [at for at in map(text.find, self._stop) if at >= 0]
     if found:
