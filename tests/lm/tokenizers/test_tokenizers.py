@@ -172,6 +172,25 @@ def test_a_tokenizer_is_made_again_from_its_state(trained):
     reading.from_state("{}")
 
 
+@pytest.mark.parametrize("kind", ["words", "pieces"])
+def test_ids_without_a_token_have_no_text_and_surrogates_no_ids(kind, trained):
+  made = reading.JsonTokenizer(words_of(97), 0, [1])
+  if kind == "pieces":
+    made = reading.PiecesTokenizer(trained.serialized_model_proto(), 1, [2])
+  ids = made.encode("w4")
+  # Rows of generated tokens end with -1.
+  assert made.decode([*ids, -1, made.vocab, 2**40]) == made.decode(ids) == "w4"
+  assert made.piece(-1) == made.piece(2**40) == ""
+  with pytest.raises(ValueError, match=r"got the surrogate '\\udcff' at character 1.*errors="):
+    made.encode(b"a\xff".decode(errors="surrogateescape"))
+
+
+def test_a_byte_order_mark_before_a_json_is_no_damage(folder):
+  words_of(97).save(str(folder / "tokenizer.json"))
+  (folder / "tokenizer_config.json").write_text('{"eos_token": "w1"}', "utf-8-sig")
+  assert reading.load_tokenizer(folder).eos == (2,)
+
+
 LETTERS = sorted(library.pre_tokenizers.ByteLevel.alphabet())
 """The letters that stand for bytes."""
 

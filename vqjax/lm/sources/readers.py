@@ -171,7 +171,8 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
       f"`path` must have {path.name}; got {path.parent} without. Download it."
     )
   try:
-    read = json.loads(path.read_text("utf-8"))
+    # An editor may have put a byte-order mark before it.
+    read = json.loads(path.read_text("utf-8-sig"))
   except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} must be JSON; got {error}. Download it again.") from None
   if not isinstance(read, dict):

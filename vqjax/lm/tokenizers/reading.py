@@ -122,6 +122,7 @@ class JsonTokenizer:
 
   def encode(self, text: str, *, special: bool = True) -> list[int]:
     """The ids of a text."""
+    _check_text(text)
     try:
       return self.model.encode(text, add_special_tokens=special).ids
     except KeyboardInterrupt:
@@ -132,10 +133,12 @@ class JsonTokenizer:
       ) from None
 
   def decode(self, tokens: Iterable[int]) -> str:
-    """The text of ids."""
+    """The text of ids; those without a token, such as -1, have none."""
     runs: list[list[int]] = [[]]
     texts = [""]
     for token in map(int, tokens):
+      if not 0 <= token < self.vocab:
+        continue
       if token in self._verbatim:
         texts.append(self._verbatim[token])
         runs.append([])
@@ -146,7 +149,7 @@ class JsonTokenizer:
 
   def piece(self, token: int) -> str:
     """The entry of an id in the vocabulary."""
-    return self.model.id_to_token(int(token)) or ""
+    return (self.model.id_to_token(int(token)) or "") if 0 <= token < self.vocab else ""
 
   def state(self) -> str:
     """JSON from which `from_state` makes the tokenizer again."""
@@ -227,6 +230,7 @@ class PiecesTokenizer:
 
   def encode(self, text: str, *, special: bool = True) -> list[int]:
     """The ids of a text."""
+    _check_text(text)
     ids = [self.bos] if special and self.add_bos else []
     model = self._model
     for part in self._parts(text):
@@ -296,6 +300,16 @@ class PiecesTokenizer:
 
 
 BLANKS = re.compile(r"\s*")
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _check_text(text: str) -> None:
+  """Raise ValueError for half of a pair of surrogates, which UTF-8 does not have."""
+  if not text.isascii() and (half := SURROGATE.search(text)):
+    raise ValueError(
+      f"`text` must be Unicode; got the surrogate {ascii(half[0])} at character {half.start()},"
+      " which stands for a byte or half of a character. Read the text with errors='replace'."
+    )
 
 
 def _processor(content: bytes) -> Any:
