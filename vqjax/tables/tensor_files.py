@@ -14,6 +14,7 @@ import mmap
 import os
 import pathlib
 import re
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -216,16 +217,88 @@ class RowShards:
     return joined
 
 
+def weight_files(
+  folder: pathlib.Path, only: pathlib.Path | None = None
+) -> tuple[list[pathlib.Path], list[str]]:
+  """The files of a folder that transformers reads, and the tensors that its index names.
+
+  They are the single file, or else the shards of the index, or else all files.
+
+  Args:
+    folder: the folder.
+    only: the file that was given; None: the folder was.
+
+  Raises:
+    FileNotFoundError: a shard is missing.
+    ValueError: the index is damaged, or names files elsewhere.
+  """
+  single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+  if only is not None and not (index.is_file() or only == single):
+    return [only], []
+  if single.is_file() and only in (None, single):
+    if index.is_file():
+      warnings.warn(
+        f"{single} is read, as by transformers, and not the files of {index.name} beside it: remove"
+        " those that are not of this model.",
+        stacklevel=2,
+      )
+    return [single], []
+  if not index.is_file():
+    return sorted(folder.glob("*.safetensors")), []
+  weights = _weight_map(index)
+  names = sorted(set(weights.values()))
+  absent = [name for name in names if not (folder / name).is_file()]
+  if absent:
+    more = "" if len(absent) == 1 else f" and of {len(absent) - 1} more"
+    raise FileNotFoundError(
+      f"{folder} must have the files of its index; got none of {ascii(absent[0])[1:-1]}{more}."
+      " Download them too."
+    )
+  files = [folder / name for name in names]
+  return ([only], []) if only not in (None, *files) else (files, list(weights))
+
+
+def _weight_map(index: pathlib.Path) -> dict[str, str]:
+  """What an index holds: tensors -> files of its folder."""
+  try:
+    weights = json.loads(index.read_text("utf-8-sig"))["weight_map"]
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{index} must be JSON; got {error}. Download it again.") from None
+  except (TypeError, LookupError):
+    weights = None
+  if not isinstance(weights, dict):
+    got = "none" if weights is None else type(weights).__name__
+    raise ValueError(f"{index}: `weight_map` must be a JSON object; got {got}. Download it again.")
+  if not weights:
+    raise ValueError(f"{index}: `weight_map` must have tensors; got none. Download it again.")
+  for name in weights.values():
+    # A name is a file of the folder, and nothing that leads elsewhere.
+    is_name = isinstance(name, str) and name == pathlib.PurePath(name).name and "\\" not in name
+    if not is_name or name in ("", ".."):
+      raise ValueError(
+        f"{index}: `weight_map` must name files of its folder; got {ascii(name)[:80]}. Download it"
+        " again."
+      )
+  return weights
+
+
 def open_rows(path: str | os.PathLike[str], name: str) -> np.ndarray | RowShards:
   """A tensor of a file or of a folder of safetensors, or what `NAME.shard_I.weight` are together.
 
   Raises:
-    ValueError: there is no such tensor, or a shard is missing.
+    ValueError: there is no such tensor, or it is in two files, or a shard is missing.
   """
   path = pathlib.Path(path)
-  files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-  tensors = {key: x.array for file in files for key, x in open_file(file)[0].items()}
+  files = weight_files(path)[0] if path.is_dir() else [path]
+  opened = {file: open_file(file)[0] for file in files}
+  tensors = {key: x.array for own in opened.values() for key, x in own.items()}
   if name in tensors:
+    found = [file.name for file, own in opened.items() if name in own]
+    if len(found) > 1:
+      raise ValueError(
+        f"{path} must hold {name} once; got it in {found[0]} and in {found[1]}. Give one of the"
+        " files."
+      )
     return tensors[name]
   pattern = re.escape(name.removesuffix(".weight")) + r"\.shard_(\d+)\.weight"
   shards = {int(m[1]): tensors[key] for key in tensors if (m := re.fullmatch(pattern, key))}

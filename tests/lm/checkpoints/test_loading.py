@@ -206,6 +206,17 @@ def rewritten(folder, change):
       lambda t: t | {"model.norm.weight": np.zeros(31, np.float32)},
       r"norm.weight .* must have shape \[32\], by the config; got \[31\]",
     ),
+    *(
+      (
+        lambda t, begin=begin: {begin + name: x for name, x in t.items()},
+        rf"model that {wrapper} has wrapped, or remove '{begin}' from the names",
+      )
+      for begin, wrapper in {"_orig_mod.": "torch.compile", "base_model.model.": "PEFT"}.items()
+    ),
+    (
+      lambda t: {name.replace("q_proj", "q_proj.base_layer"): x for name, x in t.items()},
+      r"Merge the adapter of PEFT with merge_and_unload\(\)",
+    ),
   ],
 )
 def test_tensors_that_contradict_the_config_are_named(copied, change, message):
@@ -343,6 +354,13 @@ def test_a_folder_means_what_it_means_to_transformers(tied, copied):
   alone = {name: x for name, x in plain.items() if name != "model.embed_tokens.weight"}
   safetensors.numpy.save_file(alone | {"lm_head.weight": table}, file)
   assert_equal_trees(load(), tied[2]["params"])
+
+
+def test_an_adapter_is_not_left_out(copied):
+  (copied / "adapter_config.json").write_text("{}")
+  with pytest.raises(ValueError, match=r"got .* with adapter_config.json.* merge_and_unload"):
+    checkpoints.load(copied)
+  checkpoints.load(copied / "model.safetensors")
 
 
 def test_an_integer_stands_for_a_number():

@@ -304,10 +304,10 @@ def variable_sources(
   if missing or extra:
     lines = [f"lacks {_some(missing)}"] if missing else []
     lines += [f"has {_some(sorted(extra))}, which the config does not ask for"] if extra else []
+    remedy = "Use the config and the weights of one model."
     raise ValueError(
       f"{source.path} must have the tensors of its config, a {family.model_type} of"
-      f" {model.layers} blocks; it {' and '.join(lines)}. Use the config and the weights of one"
-      " model."
+      f" {model.layers} blocks; it {' and '.join(lines)}. {_unwrapping(extra) or remedy}"
     )
 
   _check_hashes(source, model, tensors)
@@ -340,6 +340,25 @@ def variable_sources(
           f" {list(tensor.shape)}. Use the config and the weights of one model."
         )
   return found
+
+
+WRAPPERS = {
+  "_orig_mod.": "torch.compile",
+  "module.": "DataParallel",
+  "_fsdp_wrapped_module.": "FSDP",
+  "base_model.model.": "PEFT",
+}
+"""What names of tensors begin with, after a module that was put around the model."""
+
+
+def _unwrapping(names: list[str]) -> str | None:
+  """What to do about names of a model that was saved inside of another module, if these are."""
+  if any(".lora_A." in name or ".base_layer." in name for name in names):
+    return "Merge the adapter of PEFT with merge_and_unload(), and save the model that it returns."
+  for begin, wrapper in WRAPPERS.items():
+    if all(name.startswith(begin) for name in names) and names:
+      return f"Save the model that {wrapper} has wrapped, or remove {begin!r} from the names."
+  return None
 
 
 def _place(path: tuple[str, ...], model: Transformer) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -143,7 +143,7 @@ def read_tensors(path: str | pathlib.Path) -> tuple[str | None, dict[str, Tensor
     header, tensors = gguf_header(path), _gguf_tensors(path, gguf_header(path))[1]
     kind = header.metadata.get("general.architecture")
     return kind if isinstance(kind, str) else None, tensors
-  files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+  files = tensor_files.weight_files(path)[0] if path.is_dir() else [path]
   if not files or not files[0].is_file():
     raise FileNotFoundError(
       f"`path` must be a folder or file of safetensors, or a GGUF; got {path}. Download it first."
@@ -182,60 +182,16 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   return read
 
 
-@dataclasses.dataclass
-class _Index:
-  """What `model.safetensors.index.json` holds: tensors -> files of the folder."""
-
-  weight_map: dict[str, str]
-
-
-def _weight_files(
-  folder: pathlib.Path, only: pathlib.Path | None
-) -> tuple[list[pathlib.Path], list[str]]:
-  """The files that transformers reads, the single one or the shards of the index, and its tensors.
-
-  Args:
-    folder: the folder.
-    only: the file that was given; None: the folder was.
-  """
-  single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-  if only is not None and not (index.is_file() or only == single):
-    return [only], []
-  if single.is_file() and only in (None, single):
-    if index.is_file():
-      warnings.warn(
-        f"{single} is read, as by transformers, and not the files of {index.name} beside it: remove"
-        " those that are not of this model.",
-        stacklevel=2,
-      )
-    return [single], []
-  if not index.is_file():
-    return sorted(folder.glob("*.safetensors")), []
-  read = read_json(index)
-  if problem := records.problem_of(read, _Index, ""):
-    raise ValueError(f"{index}: {problem}. Download it again.")
-  names = sorted(set(read["weight_map"].values()))
-  if not names:
-    raise ValueError(f"{index}: `weight_map` must have tensors; got none. Download it again.")
-  for name in names:
-    # A name is a file of the folder, and nothing that leads elsewhere.
-    if name != pathlib.PurePath(name).name or name in ("", "..") or "\\" in name:
-      raise ValueError(
-        f"{index}: `weight_map` must name files of its folder; got {records.shown(name)}. Download"
-        " it again."
-      )
-  if absent := [name for name in names if not (folder / name).is_file()]:
-    raise FileNotFoundError(
-      f"{folder} must have the files of its index; got none of {_some(absent)}. Download them too."
-    )
-  files = [folder / name for name in names]
-  return ([only], []) if only not in (None, *files) else (files, list(read["weight_map"]))
-
-
 def _read_safetensors(folder: pathlib.Path, only: pathlib.Path | None = None) -> ModelSource:
   """A Hugging Face folder: config.json and one or more safetensors files."""
+  if (folder / ADAPTER).is_file() and (only is None or only.stem == "adapter_model"):
+    raise ValueError(
+      f"`path` must be a whole model; got {folder} with {ADAPTER}, an adapter of PEFT, which is not"
+      " applied here. Merge it into its model with merge_and_unload() and save that; or remove the"
+      " adapter's files from a model that has it already."
+    )
   config = read_json(folder / "config.json")
-  files, expected = _weight_files(folder, only)
+  files, expected = tensor_files.weight_files(folder, only)
   tensors: dict[str, Tensor] = {}
   for file in files:
     for name, tensor in _safetensors(file).items():
@@ -263,6 +219,10 @@ def _read_safetensors(folder: pathlib.Path, only: pathlib.Path | None = None) ->
   return ModelSource(
     folder, "safetensors", config, tensors, tuple(files), runtime=runtime, origin=origin
   )
+
+
+ADAPTER = "adapter_config.json"
+"""The file that says of a folder that it changes another model."""
 
 
 def _joined_shards(folder: pathlib.Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -307,7 +307,7 @@ def _check_text(text: str) -> None:
   """Raise ValueError for half of a pair of surrogates, which UTF-8 does not have."""
   if not text.isascii() and (half := SURROGATE.search(text)):
     raise ValueError(
-      f"`text` must be Unicode; got the surrogate {ascii(half[0])} at character {half.start()},"
+      f"`text` must be Unicode; got the surrogate {half[0]!a} at character {half.start()},"
       " which stands for a byte or half of a character. Read the text with errors='replace'."
     )
 
