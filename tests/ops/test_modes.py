@@ -11,6 +11,7 @@ from tests.jitted import results
 from vqjax.ops import codes, forward_mode
 from vqjax.ops import sampled_softmax as sampled
 from vqjax.ops.row_factory import RowFactory, columns
+from vqjax.ops.vocab_parallel import gather
 
 V, D, K = 101, 12, 7
 rng = np.random.default_rng(0)
@@ -93,6 +94,14 @@ def test_modes_of_jax_change_no_dtype(name):
   with jax.enable_x64(True), strict_modes():
     found = jax.eval_shape(FUNCTIONS[name], *given)
   assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)
+
+
+def test_rows_of_a_narrow_table_have_a_gradient_in_the_modes_of_jax():
+  total = lambda table: gather(table, np.array([3, 1, 3])).sum()
+  with strict_modes():  # of float32 sums, outside of the function
+    found = np.asarray(jax.jit(jax.grad(total))(np.ones((5, 2), jnp.bfloat16)))
+  assert found.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(found[:, 0].astype(np.float32), [0, 1, 0, 2, 0])
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import jax
+import jax.export
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int8, Shaped
@@ -41,6 +43,8 @@ def dot_general(
   (lhs_axes, rhs_axes), _ = dimension_numbers
   width = math.prod(lhs.shape[axis] for axis in lhs_axes)
   vectors = lhs.size // width
+  if jax.export.is_symbolic_dim(vectors):
+    return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type)
   dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
   is_cpu = vocab_parallel.platform() == "cpu"
   kept = [n for axis, n in enumerate(lhs.shape) if axis not in lhs_axes]

@@ -24,6 +24,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
@@ -332,7 +333,8 @@ def _blocks(counts, n):
   rows_end, blocks = jnp.cumsum(counts), -(-counts // _BLOCK)
   blocks_end = jnp.cumsum(blocks)
   # Each nonempty group, of which there are at most min(n, G), may end with one partial block.
-  limit = -(-n // _BLOCK) + min(n, counts.shape[0])
+  groups = counts.shape[0] if jax.export.is_symbolic_dim(n) else min(n, counts.shape[0])
+  limit = -(-n // _BLOCK) + groups
   index, group = jnp.arange(limit), jnp.arange(counts.shape[0])
   index, group, _ = vocab_parallel.varying((index, group, counts))
   group = jnp.repeat(group, blocks, total_repeat_length=limit)

@@ -332,8 +332,9 @@ def bias_of_padding(bias: Array | None, rows: int, axis: str | None) -> Array | 
 
 def summed_dtype(dtype: jnp.dtype) -> jnp.dtype:
   """The dtype to sum many numbers of `dtype` in: float32 for narrower floats."""
-  floating = jnp.issubdtype(dtype, jnp.floating)
-  return jnp.promote_types(dtype, jnp.float32) if floating else jnp.dtype(dtype)
+  dtype = jnp.dtype(dtype)
+  is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+  return jnp.dtype(jnp.float32) if is_narrow else dtype
 
 
 def _padded(part, count):
@@ -466,7 +467,7 @@ def _gather_backward(kind, index, cotangent):
   return shards.keep(sums).sum(axis=0).astype(dtype), None
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+_gather.defvjp(*map(own_promotion, (_gather_forward, _gather_backward)))
 
 
 def sharded_lookup(

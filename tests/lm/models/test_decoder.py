@@ -11,6 +11,7 @@ import pytest
 from tests import reference
 from tests.jitted import apply, init, results
 from tests.lm.checkpoints.families import random_variables
+from tests.lm.checkpoints.families import small as pretrained
 from vqjax import (
   CentroidQuantizer,
   CodebookHead,
@@ -89,6 +90,20 @@ def test_a_change_reaches_as_far_as_the_windows_of_the_blocks_allow(remat, token
 
   assert reached(params | {"blocks": local}) == [3, 4, 5, 6, 7]
   assert reached(params) == list(range(3, 16))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_an_exported_decoder_takes_texts_of_any_number_and_length(family):
+  model, variables = pretrained(family)
+  b, t = jax.export.symbolic_shape("b, t")
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
+  program = jax.jit(model.apply)
+  exported = jax.export.export(program)(shapes, jax.ShapeDtypeStruct((b, t), jnp.int32))
+  text = np.random.default_rng(0).integers(0, model.head.vocab, (2, 19)).astype(np.int32)
+  for given in (text, text[:1, :1]):
+    found, expected = exported.call(variables, given), program(variables, given)
+    # Sums of float32 in another order.
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [False, True])

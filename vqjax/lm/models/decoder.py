@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
@@ -859,7 +860,8 @@ class Transformer(LanguageModel):
   ) -> tuple[Float[Array, "B T D"], Terms]:
     """`body`, with memories that read the tokens, and the terms of the loss of their tables."""
     length = vectors.shape[1]
-    if length > self.context:
+    # A symbol, as of `jax.export`, cannot be compared: whoever calls the program keeps to it.
+    if not jax.export.is_symbolic_dim(length) and length > self.context:
       raise ValueError(
         f"`tokens` must have at most context {self.context} columns; got {length}. Cut them, or"
         " raise the model's context."
