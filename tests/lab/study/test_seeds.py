@@ -14,6 +14,12 @@ def test_an_interval_is_that_of_students_t_in_per_cent():
   np.testing.assert_allclose(found, 100 * np.expm1(np.mean(nats) + half * np.array([0, -1, 1])))
 
 
+def test_losses_too_far_apart_for_a_perplexity_have_an_interval():
+  found = Interval.of([800.0, 900.0, 850.0])
+  assert found.low <= found.mean <= found.high < np.inf
+  assert found.verdict(1.0) == "worse"
+
+
 @pytest.mark.parametrize(
   ("nats", "verdict"),
   [

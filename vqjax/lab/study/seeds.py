@@ -70,7 +70,8 @@ class Interval(NamedTuple):
     """The interval of differences in nats a token over the seeds; None without any."""
     if not nats:
       return None
-    per_cent = lambda x: 100 * math.expm1(x)
+    # exp(710) is infinite; the losses of a row that has all but diverged may differ by more.
+    per_cent = lambda x: 100 * math.expm1(min(x, 700.0))
     mean = statistics.fmean(nats)
     if len(nats) == 1:
       return cls(per_cent(mean))
