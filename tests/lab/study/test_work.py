@@ -279,6 +279,18 @@ def test_a_row_of_one_seed_is_compared_with_the_mean_of_the_reference(fitted):
   assert lines()["one"]["percent_low"] == ""
 
 
+def test_rows_with_another_budget_or_that_begin_from_others_are_named(fitted):
+  file = pathlib.Path("study.py")
+  rows = """"long": {"train.steps": 80},
+      "next": {"init_from": lambda base, run: FromRun(run("dense").folder)},
+      "wild":"""
+  text = file.read_text().replace('"wild":', rows)
+  file.write_text(f"from vqjax.lab.training import FromRun\n{text}")
+  assert main(["study.py", "--render"]) == 0
+  assert "- `long`: 80 steps of" in page()
+  assert "- `next` begins from the runs of `dense`." in page()
+
+
 def test_further_measurements_are_kept_with_each_finished_run(fitted):
   file = pathlib.Path("study.py")
   measure = "seeds=3,\n    measure=lambda run, folder: {'steps of': run.name},"
@@ -349,8 +361,24 @@ def test_code_that_is_not_committed_is_known(tmp_path):
   subprocess.run([*git, *author, "commit", "-qm", "one"], check=True)
   commit = work.code_of(file)
   assert not commit.endswith("+")
+  module = tmp_path / "head.py"
+  module.write_text("3")  # which the file may import
+  assert work.code_of(file) == f"{commit}+"
+  module.unlink()
   file.write_text("2")
   assert work.code_of(file) == f"{commit}+"
+
+
+def test_results_that_are_committed_are_no_code(tmp_path):
+  results, git = tmp_path / "runs" / "results.jsonl", ["git", "-C", str(tmp_path)]
+  results.parent.mkdir()
+  results.write_text("1")
+  (tmp_path / "study.py").write_text("1")
+  author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+  for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "one"]):
+    subprocess.run([*git, *command], check=True)
+  results.write_text("2")
+  assert not work.code_of(tmp_path / "study.py").endswith("+")
 
 
 def timeless(path: pathlib.Path) -> list:

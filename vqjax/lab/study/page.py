@@ -1,10 +1,11 @@
 """The page of a study: tables, what is missing, a figure, and the same as CSV and LaTeX."""
 
+import collections
 import html
 import pathlib
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -153,14 +154,13 @@ def shown_table(study: Study, results: Results) -> pd.DataFrame:
 
 
 def tunings(study: Study, results: Results) -> pd.DataFrame:
-  """What was tuned: each row's chosen values, their validation loss and number of trials."""
+  """What was tuned: each row's chosen values, and its number of trials and of diverged ones."""
   lines = []
   for name in study.trained:
     kept = results.get(f"{name}/tuning")
     if kept and kept["trials"]:
-      last = [trial["valid"] for trial in kept["trials"] if trial["valid"] is not None]
       chosen = {field: shown_value(value) for field, value in kept["chosen"].items()}
-      diverged = len(kept["trials"]) - len(last)
+      diverged = sum(trial["valid"] is None for trial in kept["trials"])
       counts = {"trials": str(len(kept["trials"])), "diverged": str(diverged) if diverged else None}
       lines.append({"row": study.row(name).label, **chosen, **counts})
   return pd.DataFrame(lines)
@@ -251,7 +251,7 @@ def write_pages(work: Work, results: Results) -> list[pathlib.Path]:
   table, drawn = shown_table(study, results), figure(study, results)
   title = f"Study {work.title}"
   sections = [
-    ("", [_budget(work)], table),
+    ("", _budget(work), table),
     ("What is missing", missing(study, results) or ["Nothing."], None),
     ("Tuning", _tuning_sentences(study) + edges(study, results), tunings(study, results)),
     ("Origin", [origins(results)], None),
@@ -289,17 +289,31 @@ def latex(frame: pd.DataFrame) -> str:
   return texts.to_markdown(index=False, disable_numparse=True, tablefmt="latex_booktabs") + "\n"
 
 
-def _budget(work: Work) -> str:
-  """A sentence on what every row has in common."""
-  base = work.study.experiment(work.study.trained[0], scale=work.scale)
-  train, margin = base.train, 100 * work.study.margin
+def _budget(work: Work) -> list[str]:
+  """Sentences on what rows have in common, and on the rows that train for longer or less."""
+  study, margin = work.study, 100 * work.study.margin
+  budgets = collections.defaultdict(list)
+  for name in study.trained:
+    made = study.experiment(name, scale=work.scale)
+    tokens = made.train.batch * made.model.context
+    budgets[f"{made.train.steps:,} steps of {tokens:,} tokens"].append(name)
+  (usual, _), *others = sorted(budgets.items(), key=lambda each: -len(each[1]))
   scale = "" if work.scale == 1 else f" ({float(work.scale):g} of the study's steps)"
-  return (
-    f"Every row is trained for {train.steps:,} steps{scale} of {train.batch * base.model.context:,}"
-    f" tokens. Differences are of perplexity, paired by seed, with 95 % intervals of Student's t. A"
-    f" row is equal where its whole interval is within {margin:g} %, better or worse where it"
-    " excludes 0, and else undecided. Each run read the test text once, at its end."
-  )
+  begun = {name: sources for name in study.trained if (sources := study.begins_from(name))}
+  return [
+    f"{'A row' if others else 'Every row'} is trained for {usual}{scale}. Differences are of"
+    " perplexity, paired by seed, with 95 % intervals of Student's t; one run alone is compared"
+    " with the mean of the reference's, without an interval. A row is equal where its whole"
+    f" interval is within {margin:g} %, better or worse where it excludes 0, and else undecided."
+    " The intervals are not corrected for the number of rows: of 20 rows without a difference, one"
+    " is expected to exclude 0. Each run read the test text once, at its end.",
+    *(f"{_names(rows)}: {budget}." for budget, rows in others),
+    *(f"`{name}` begins from the runs of {_names(sources)}." for name, sources in begun.items()),
+  ]
+
+
+def _names(rows: Sequence[str]) -> str:
+  return ", ".join(f"`{row}`" for row in rows)
 
 
 def _tuning_sentences(study: Study) -> list[str]:
@@ -320,8 +334,8 @@ def _tuning_sentences(study: Study) -> list[str]:
   }
   return [
     f"Every row tried {' or '.join(sorted(spaces))}, with a seed of its own: all candidates for an"
-    f" {first}th of the steps, the best third again for a {second}th, by the validation loss."
-    + beyond
+    f" {first}th of the steps, the best third, but two at least, again for a {second}th, by the"
+    " validation loss." + beyond
   ] + [f"`{name}` has the tuning of `{owner}`." for name, owner in shared.items()]
 
 

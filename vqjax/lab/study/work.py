@@ -21,6 +21,7 @@ from vqjax.lab.study.jobs import (
   values_identity,
 )
 from vqjax.lab.study.tuning import Tuning
+from vqjax.lab.training.provenance import commit_of
 
 __all__ = ["Work"]
 
@@ -270,13 +271,13 @@ class Work:
 
 def code_of(file: pathlib.Path) -> str | None:
   """The commit of a file's repository, with + for uncommitted code; None outside of one."""
-  git = ["git", "-C", str(file.resolve().parent)]
-  found = subprocess.run(
-    [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
-  )
-  if found.returncode:
-    return None
-  same = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False)
-  listed = [*git, "ls-files", "--error-unmatch", file.name]
-  known = subprocess.run(listed, capture_output=True, check=False)
-  return found.stdout.strip() + ("+" if same.returncode or known.returncode else "")
+  folder = file.resolve().parent
+  commit = commit_of(folder)
+  if commit is None or commit.endswith("+"):
+    return commit
+  # Modules that the file may import, and the file itself where git ignores it.
+  listed = ["git", "-C", str(folder), "ls-files", "--others"]
+  for paths in (["--exclude-standard", "*.py"], [file.name]):
+    if subprocess.run([*listed, *paths], capture_output=True, check=False).stdout:
+      return f"{commit}+"
+  return commit

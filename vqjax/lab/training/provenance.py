@@ -11,7 +11,7 @@ import sys
 
 import jax
 
-__all__ = ["commit", "device", "provenance"]
+__all__ = ["commit", "commit_of", "device", "provenance"]
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "vqjax")
 """Packages whose versions a result records."""
@@ -34,11 +34,14 @@ def provenance() -> dict:
 
 
 def commit() -> str | None:
-  """Return the commit of this checkout, with + for changed files; None outside."""
+  """Return the commit of this checkout, as `commit_of` says; None outside."""
   root = pathlib.Path(__file__).resolve().parents[3]
-  if not (root / ".git").exists():
-    return None
-  git = ["git", "-C", str(root)]
+  return commit_of(root) if (root / ".git").exists() else None
+
+
+def commit_of(folder: pathlib.Path) -> str | None:
+  """Return the commit of a folder's repository, with + for changed files; None outside of one."""
+  git = ["git", "-C", str(folder)]
   try:
     head = subprocess.run(
       [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
