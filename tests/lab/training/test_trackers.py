@@ -8,6 +8,7 @@ import types
 import pytest
 
 from vqjax.lab.config import Train, config_hash, override
+from vqjax.lab.training import fit
 from vqjax.lab.training.log import MetricsLog
 from vqjax.lab.training.trackers import TRACKERS
 from vqjax.lm import records
@@ -77,10 +78,13 @@ def test_a_tracker_is_no_part_of_a_runs_identity_and_is_one_option(experiment):
 
 
 @pytest.mark.parametrize("name", TRACKERS)
-def test_a_missing_library_names_its_extra(name, folder, monkeypatch):
+def test_a_missing_library_names_its_extra_before_a_folder_is_made(
+  name, experiment, tmp_path, monkeypatch
+):
   monkeypatch.setitem(sys.modules, name, None)
   with pytest.raises(ImportError, match=rf"pip install 'vqjax\[{name}\]'"):
-    MetricsLog(folder, 0, tracker=name)
+    fit(override(experiment, [f"train.tracker={name}"]), tmp_path / "run")
+  assert not (tmp_path / "run").exists()
 
 
 def needs(name):

@@ -12,6 +12,7 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from vqjax.lab.config import Experiment, config_hash
+from vqjax.lab.data.corpus_files import import_extra
 from vqjax.lab.training import distributed
 from vqjax.lab.training.checkpoint import Checkpoints
 from vqjax.lab.training.distributed import DAY, is_main
@@ -64,8 +65,11 @@ def fit(
       does not fit the model. Nothing is overwritten.
     NotFiniteError: a loss, gradient or parameter is not finite; the last checkpoint is kept.
     OSError: the disk is full, or the folder cannot be written or is not shared.
+    ImportError: the library of `train.tracker` is not installed.
   """
   folder, identified = pathlib.Path(folder), identified or experiment
+  if (tracker := experiment.train.tracker) and is_main():
+    import_extra(tracker, tracker)  # before a long text is read and a folder is made
   distributed.agree("config", config_hash(identified))
   distributed.agree("train.mesh", str(experiment.train.mesh))
   text = distributed.main_first("text", lambda: load_text(experiment))
