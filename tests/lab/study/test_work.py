@@ -170,6 +170,16 @@ def test_a_compressed_row_follows_its_source_and_is_not_tuned(fitted, monkeypatc
   )
 
 
+def test_a_compressed_row_without_a_loss_has_failed(fitted, monkeypatch):
+  file = pathlib.Path("study.py")
+  text = file.read_text().replace("import Row,", "import Compressed, Row,")
+  file.write_text(text.replace('"dense": {},', '"dense": {}, "small": Compressed("dense"),'))
+  measured = {"result": {"test": {"nats_per_token": math.nan}}}
+  monkeypatch.setattr(Compressed, "measure", lambda *_: measured)
+  assert main(["study.py", "--only", "small/run"]) == 0
+  assert "- small/run failed: the test loss is nan" in page()
+
+
 TAUGHT = """\
       "taught": Row(
         {

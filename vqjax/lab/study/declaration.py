@@ -161,6 +161,12 @@ class Study:
 
   def _check_row(self, name: str) -> None:
     """Make a row, and it with each value that it tries."""
+    if {*name} & {*"/,"}:
+      raise FieldError(
+        f"a name in `rows` must have no slash and no comma; got {name!r}. Rename it: a `label` may"
+        " have them.",
+        name,
+      )
     if isinstance(row := self.row(name), Derived):
       if row.of not in self.trained:
         raise FieldError(

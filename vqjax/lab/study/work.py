@@ -1,6 +1,7 @@
 """The jobs of a declared study: costs of a step, tunings, and the runs of each seed."""
 
 import dataclasses
+import math
 import pathlib
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -236,6 +237,10 @@ class Work:
       folder = self._model_of(row.of, seed)
       measured = row.measure(self._experiment(row.of, seed), folder)
       result = origin(identity()) | measured["result"]
+      loss = result["test"]["nats_per_token"]
+      if not math.isfinite(loss):
+        result = origin(identity()) | {"status": "failed", "error": f"the test loss is {loss}"}
+        measured = {}
       kept = {"result": result, "code": code_of(self.file), "settings": row.settings()}
       return {**measured, **kept}
 
