@@ -10,6 +10,7 @@ import tokenizers
 
 from vqjax.lab.data import (
   BPETokenizer,
+  CheckpointTokenizer,
   JSONTokenizer,
   Text,
   WordTokenizer,
@@ -148,6 +149,12 @@ def test_a_saved_tokenizer_is_read_from_its_file_or_folder_without_a_model(saved
   assert fingerprint(JSONTokenizer("elsewhere").load(read.state())) == fingerprint(read)
   (saved / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
   assert fingerprint(fit(JSONTokenizer(str(saved)))) == fingerprint(read)
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer.json"])
+def test_a_tokenizer_without_a_model_names_the_class_that_reads_it(saved, name):
+  with pytest.raises(ValueError, match=r"must be a pretrained model with its weights.*Take JSON"):
+    fit(CheckpointTokenizer(str(saved / name)))
 
 
 def test_a_saved_tokenizer_without_an_end_or_a_file_is_refused(saved):

@@ -382,6 +382,13 @@ class CheckpointTokenizer(TokenizerRecipe):
     """Read the tokenizer."""
     del documents
     path = data_path(self.path, kind="tokenizer.path")
+    is_model = not path.is_dir() or [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+    if not is_model or path.suffix in (".json", ".model"):
+      raise ValueError(
+        f"`tokenizer.path` must be a pretrained model with its weights; got {path}. Take"
+        " JSONTokenizer for a tokenizer.json or its folder, and SentencePieceTokenizer(model=...)"
+        " for a tokenizer.model."
+      )
     found = load_tokenizer(path)
     if not found.eos:
       raise ValueError(
