@@ -67,6 +67,17 @@ def test_a_row_that_diverged_and_its_missing_seeds_are_on_the_page(fitted):
   assert fitted.runs == []
 
 
+def test_rows_with_grids_of_their_own_are_named_and_a_failed_tuning_chose_nothing(fitted):
+  file = pathlib.Path("study.py")
+  text = file.read_text().replace('"wild":', '"fixed": Row(tune={}), "wild":')
+  file.write_text(text)
+  assert main(["study.py", "--only", "wild"]) == 0
+  assert "- `dense`, `codebook`: train.learning_rate [0.001, 0.002, 0.004]." in page()
+  assert "- `fixed`: not tuned." in page()
+  assert "- `wild`: train.learning_rate [1000, 10000]." in page()
+  assert "1000 |" not in page()
+
+
 def test_a_seed_that_diverged_is_on_the_page_and_the_others_are_compared(fitted):
   plain = fitted.nats
   fitted.nats = lambda run: None if (run.name, run.seed) == ("codebook", 1) else plain(run)

@@ -159,7 +159,8 @@ def tunings(study: Study, results: Results) -> pd.DataFrame:
   for name in study.trained:
     kept = results.get(f"{name}/tuning")
     if kept and kept["trials"]:
-      chosen = {field: shown_value(value) for field, value in kept["chosen"].items()}
+      won = kept["chosen"] if kept["result"]["status"] == "finished" else {}
+      chosen = {field: shown_value(value) for field, value in won.items()}
       diverged = sum(trial["valid"] is None for trial in kept["trials"])
       counts = {"trials": str(len(kept["trials"])), "diverged": str(diverged) if diverged else None}
       lines.append({"row": study.row(name).label, **chosen, **counts})
@@ -317,26 +318,37 @@ def _names(rows: Sequence[str]) -> str:
 
 
 def _tuning_sentences(study: Study) -> list[str]:
-  if all(len(study.space(name).candidates()) == 1 for name in study.trained):
+  """Sentences on how rows were tuned, and on the rows of each grid where there are several."""
+  grids, untuned = collections.defaultdict(list), []
+  for name in study.trained:
+    space = study.space(name)
+    if study.row(name).tuned_as:
+      continue
+    if len(space.candidates()) == 1:
+      untuned.append(name)
+      continue
+    tried = (f"{field} {[*map(shown_value, each)]}" for field, each in space.values.items())
+    grids[", ".join(tried).replace("'", "")].append(name)
+  if not grids:
     return ["Nothing was tuned."]
+  is_one = len(grids) == 1 and not untuned
   first, second = ROUNDS
   beyond = (
-    f" Where the best lay at an edge of the grid, up to {study.extensions} values beyond it were"
-    " tried too."
+    " Where the best lay at an edge of the grid, values beyond it were tried too, at most"
+    f" {study.extensions} for each field."
   ) * (study.extensions > 0)
-  shared = {name: owner for name in study.trained if (owner := study.row(name).tuned_as)}
-  spaces = {
-    ", ".join(
-      f"{field} {tuple(map(shown_value, values))}".replace("'", "")
-      for field, values in study.space(name).values.items()
-    )
-    for name in study.trained
-  }
   return [
-    f"Every row tried {' or '.join(sorted(spaces))}, with a seed of its own: all candidates for an"
-    f" {first}th of the steps, the best third, but two at least, again for a {second}th, by the"
-    " validation loss." + beyond
-  ] + [f"`{name}` has the tuning of `{owner}`." for name, owner in shared.items()]
+    f"{'Every' if is_one else 'A tuned'} row tried {next(iter(grids)) if is_one else 'its grid'},"
+    f" with a seed of its own: all candidates for an {first}th of the steps, the best third, but"
+    f" two at least, again for a {second}th, by the validation loss.{beyond}",
+    *(f"{_names(rows)}: {grid}." for grid, rows in grids.items() if not is_one),
+    *([f"{_names(untuned)}: not tuned."] if untuned else []),
+    *(
+      f"`{name}` has the tuning of `{owner}`."
+      for name in study.trained
+      if (owner := study.row(name).tuned_as)
+    ),
+  ]
 
 
 def _inline(text: str) -> str:
