@@ -18,6 +18,8 @@ def test_losses_too_far_apart_for_a_perplexity_have_an_interval():
   found = Interval.of([800.0, 900.0, 850.0])
   assert found.low <= found.mean <= found.high < np.inf
   assert found.verdict(1.0) == "worse"
+  assert len(str(found)) < 40
+  assert len(Spread.of([1e304, 2e304]).show(2)) < 20
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,9 @@ class Spread:
 
   def show(self, digits: int, sign: str = "") -> str:
     """Text such as "158.2 ± 0.4"."""
-    mean = f"{self.mean:{sign},.{digits}f}"
-    return mean if self.deviation is None else f"{mean} ± {self.deviation:,.{digits}f}"
+    show = lambda x, sign="": f"{x:{sign},.{digits}f}" if abs(x) < 1e9 else f"{x:{sign}.1e}"
+    mean = show(self.mean, sign)
+    return mean if self.deviation is None else f"{mean} ± {show(self.deviation)}"
 
 
 class Interval(NamedTuple):
@@ -94,8 +95,10 @@ class Interval(NamedTuple):
     return "worse" if self.low > 0 else None
 
   def __str__(self) -> str:
-    ends = "" if self.low is None else f" ({self.low:+.1f} to {self.high:+.1f})"
-    return f"{self.mean:+.1f}{ends}"
+    # Not the hundreds of digits of a row that has all but diverged.
+    show = lambda x: f"{x:+.1f}" if abs(x) < 1e6 else f"{x:+.1e}"
+    ends = "" if self.low is None else f" ({show(self.low)} to {show(self.high)})"
+    return f"{show(self.mean)}{ends}"
 
 
 def paired(own: Mapping[int, float], other: Mapping[int, float]) -> Interval | None:
