@@ -441,6 +441,17 @@ def test_a_long_column_does_not_hide_the_errors_of_the_others():
   assert "an outlier among the columns" in str(small.report)
 
 
+def test_a_mean_row_that_all_share_does_not_hide_the_error():
+  report = vqjax.compress(TABLE + 50, method=vqjax.Scalar(bits=4)).report
+  assert report.centred_error > 100 * report.error
+  assert f"is {report.centred_error:.3g} about the mean row" in str(report)
+  plain = compressed("scalar").report
+  centred = ((TABLE - TABLE.mean(axis=0, dtype=np.float64)) ** 2).sum()
+  expected = plain.error * np.square(TABLE, dtype=np.float64).sum() / centred
+  assert plain.centred_error == pytest.approx(expected, rel=1e-6)
+  assert "mean row" not in str(plain)
+
+
 def test_the_scale_of_a_table_does_not_matter():
   plain = vqjax.compress(TABLE, bytes=1 / 4).report
   tiny = vqjax.compress(TABLE * np.float32(2**-30), bytes=1 / 4).report

@@ -287,6 +287,8 @@ class Report:
     worst_row: its row.
     median_column_error: the median of the same measure of each column alone: the mean may be that
       of a few large columns.
+    centred_error: squared distance of the rows to the table over the table's squared distance to
+      its mean row, which adds the same to the scores of all tokens.
     kl: mean divergence of softmax(hidden · rowsᵀ + bias) on the sample of hidden states, in nats;
       None without `hidden`.
     seconds: duration of the compression.
@@ -303,6 +305,7 @@ class Report:
   worst_error: float
   worst_row: int
   median_column_error: float
+  centred_error: float
   kl: float | None
   seconds: float
 
@@ -313,6 +316,11 @@ class Report:
       outlier = (
         f"; an outlier among the {' and the '.join(hidden)}, far longer than the others, makes the"
         f" error look small, which is {medians[hidden[-1]]:.3g} in the median of the {hidden[-1]}"
+      )
+    if self.centred_error > 10 * self.error:
+      outlier += (
+        "; a mean row, far longer than what the rows differ by, makes the error look small, which is"
+        f" {self.centred_error:.3g} about the mean row"
       )
     divergence = "" if self.kl is None else f"; divergence {self.kl:.3g} nats"
     return (
@@ -641,6 +649,8 @@ def _product_within(budget: int, rows: np.ndarray) -> tuple[int, int, bool]:
 def _errors(small, rows, weights, moment) -> dict[str, float]:
   """The relative squared errors of a `Report` by name."""
   sums, of_rows, of_columns = np.zeros((2, 2)), np.zeros(len(rows)), np.zeros((2, rows.shape[1]))
+  # Differences from the first row, near the mean in comparison with rows far from 0.
+  start, total, second = np.asarray(rows[0], np.float64), 0.0, 0.0
   for first in range(0, len(rows), BLOCK):
     block = np.asarray(rows[first : first + BLOCK], np.float64)
     # One shape for all blocks, so that one program is compiled.
@@ -651,11 +661,13 @@ def _errors(small, rows, weights, moment) -> dict[str, float]:
       sums[0, column] += (x**2).sum()
       of_columns[column] += (x**2).sum(axis=0)
       sums[1, column] += own @ ((x if moment is None else x @ moment) * x).sum(axis=1)
+    total, second = total + (block - start).sum(axis=0), second + ((block - start) ** 2).sum()
     length = (block**2).sum(axis=1)
     # A row or a column of zeros has no relative error.
     of_rows[first : first + BLOCK] = (error**2).sum(axis=1) / np.where(length > 0, length, np.inf)
   plain, weighted = sums[:, 0] / np.where(sums[:, 1] > 0, sums[:, 1], 1)
   of_columns = of_columns[0] / np.where(of_columns[1] > 0, of_columns[1], np.inf)
+  centred = second - (total**2).sum() / len(rows)
   return {
     "error": float(plain),
     "weighted_error": float(weighted),
@@ -663,4 +675,5 @@ def _errors(small, rows, weights, moment) -> dict[str, float]:
     "worst_error": float(of_rows.max()),
     "worst_row": int(of_rows.argmax()),
     "median_column_error": float(np.median(of_columns)),
+    "centred_error": float(sums[0, 0] / centred) if centred > 0 else 0.0,
   }
