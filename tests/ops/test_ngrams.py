@@ -78,6 +78,14 @@ def test_a_text_in_parts_has_the_ids_of_the_whole(name, parts):
   np.testing.assert_array_equal(np.concatenate(found, axis=1), of(tokens))
 
 
+def test_an_exported_hash_takes_texts_of_any_length():
+  (length,) = jax.export.symbolic_shape("length")
+  shape = jax.ShapeDtypeStruct((2, length), jnp.int32)
+  exported = jax.export.export(jax.jit(QWEN))(shape)
+  tokens = text(QWEN, length=9).astype(np.int32)
+  np.testing.assert_array_equal(exported.call(tokens), QWEN(tokens))
+
+
 def test_a_token_outside_the_vocabulary_has_no_row_and_numpy_says_which():
   tokens = np.array([5, 6, VOCAB, 8, 9, 10, 2**31 - 1])
   ids = np.asarray(jax.jit(QWEN)(jnp.asarray(tokens)))

@@ -155,7 +155,7 @@ class _Hash:
     """The token, the one before it, and so on; `pad` where there is none."""
     found = [history]
     length = history.shape[-1]
-    position = np.arange(length)
+    position = xp.arange(length)  # a length may be a symbol
     start = None
     if self.end is not None:
       # The first token of a text: that after the last end before the token.
@@ -163,7 +163,7 @@ class _Hash:
       last = np.maximum.accumulate(ends, -1) if xp is np else jax.lax.cummax(ends, ends.ndim - 1)
       start = xp.concatenate([xp.full_like(last[..., :1], -1), last[..., :-1]], -1) + 1
     for shift in range(1, self.order):
-      earlier = history[..., np.maximum(position - shift, 0)]
+      earlier = history[..., xp.maximum(position - shift, 0)]
       is_there = position >= shift
       if start is not None:
         is_there = is_there & (position - start >= shift)
