@@ -319,8 +319,8 @@ class Report:
       )
     if self.centred_error > 10 * self.error:
       outlier += (
-        "; a mean row, far longer than what the rows differ by, makes the error look small, which is"
-        f" {self.centred_error:.3g} about the mean row"
+        "; a mean row, far longer than what the rows differ by, makes the error look small, which"
+        f" is {self.centred_error:.3g} about the mean row"
       )
     divergence = "" if self.kl is None else f"; divergence {self.kl:.3g} nats"
     return (

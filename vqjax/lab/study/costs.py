@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from vqjax.lab.config import Experiment
-from vqjax.lab.study.tuning import ROUNDS, kept_candidates
+from vqjax.lab.study.tuning import ROUNDS, rounds_of
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.run_folder import load_text
 from vqjax.sharding import make_mesh
@@ -95,8 +95,5 @@ def tuning_seconds(
 ) -> float:
   """Seconds of a tuning of so many candidates, and `further` ones, for runs of so many steps."""
   trial = lambda part: run_seconds({**costs, "test_seconds": 0.0}, max(1, steps // part))
-  total = further * trial(ROUNDS[-1])
-  for part in ROUNDS:
-    total += candidates * trial(part)
-    candidates = kept_candidates(candidates)
-  return total
+  rounds = [*rounds_of(candidates), (ROUNDS[-1], further)]
+  return sum(count * trial(part) for part, count in rounds)

@@ -339,8 +339,8 @@ def _tuning_sentences(study: Study) -> list[str]:
   ) * (study.extensions > 0)
   return [
     f"{'Every' if is_one else 'A tuned'} row tried {next(iter(grids)) if is_one else 'its grid'},"
-    f" with a seed of its own: all candidates for an {first}th of the steps, the best third, but"
-    f" two at least, again for a {second}th, by the validation loss.{beyond}",
+    f" with a seed of its own: three candidates and more for an {first}th of the steps, then the"
+    f" best third, but two at least, for a {second}th, by the validation loss.{beyond}",
     *(f"{_names(rows)}: {grid}." for grid, rows in grids.items() if not is_one),
     *([f"{_names(untuned)}: not tuned."] if untuned else []),
     *(

@@ -2,6 +2,7 @@
 
 Every candidate trains for an eighth of the row's steps; the best third of them, at least two, train
 again, from the start, for a quarter of the steps; the lowest validation loss of that round chooses.
+Two candidates train for the quarter alone.
 A shortened run has a whole schedule, so that candidates are compared at the end of their learning
 rates. Where the winner lies at an edge of a field's values, the next value beyond it is tried for a
 quarter of the steps too, at most twice a field.
@@ -28,7 +29,7 @@ __all__ = [
   "ROUNDS",
   "SearchSpace",
   "Tuning",
-  "kept_candidates",
+  "rounds_of",
   "shortened",
   "stretched",
 ]
@@ -156,20 +157,20 @@ class Tuning:
   def trials(self) -> list[StudyJob]:
     """Return a job for each trial of the rounds, for several processes; `job` finds their runs."""
     jobs: list[StudyJob] = []
-    count, before = len(self.space.candidates()), ()
-    for at, part in enumerate(ROUNDS):
+    before: tuple[str, ...] = ()
+    for at, (part, count) in enumerate(self._rounds):
       names = tuple(f"{self.name}-{part}-{place}" for place in range(count))
       for place, name in enumerate(names):
         trial = functools.partial(self._trial_of_round, at, place)
         jobs.append(StudyJob(name, "trial", str, trial, before))
-      count, before = kept_candidates(count), names
+      before = names
     return jobs
 
   def _trial_of_round(self, at: int, place: int) -> dict[str, Any]:
     left = self.space.candidates()
-    for part in ROUNDS[:at]:
+    for part, _ in self._rounds[:at]:
       left = _best(left, [_loss(self._trial(fields, part)) for fields in left])
-    return self._trial(left[place], ROUNDS[at])
+    return self._trial(left[place], self._rounds[at][0])
 
   def _choose(self) -> dict[str, Any]:
     trials: list[dict[str, Any]] = []
@@ -179,7 +180,7 @@ class Tuning:
       return _loss(trials[-1])
 
     left, best = self.space.candidates(), math.inf
-    for part in ROUNDS:
+    for part, _ in self._rounds:
       scores = [loss(fields, part) for fields in left]
       best, left = min(scores), _best(left, scores)
     chosen, extended, result = left[0], {}, origin(self._identity())
@@ -192,6 +193,10 @@ class Tuning:
     seconds = sum(trial["seconds"] for trial in trials)
     beyond = {"extended": extended} if extended else {}
     return {"result": result, "chosen": chosen, "trials": trials, "seconds": seconds, **beyond}
+
+  @property
+  def _rounds(self) -> list[tuple[int, int]]:
+    return rounds_of(len(self.space.candidates()))
 
   def _identity(self) -> str:
     tried = {field: list(values) for field, values in self.space.values.items()}
@@ -248,7 +253,7 @@ def _loss(trial: Mapping[str, Any]) -> float:
 def _best(candidates: Sequence[dict[str, Any]], losses: Sequence[float]) -> list[dict[str, Any]]:
   """The candidates that a round keeps, the best first."""
   order = sorted(range(len(candidates)), key=losses.__getitem__)
-  return [candidates[i] for i in order[: kept_candidates(len(candidates))]]
+  return [candidates[i] for i in order[: _kept(len(candidates))]]
 
 
 def _is_possible(experiment: Experiment, fields: Mapping[str, Any]) -> bool:
@@ -259,6 +264,16 @@ def _is_possible(experiment: Experiment, fields: Mapping[str, Any]) -> bool:
   return True
 
 
-def kept_candidates(count: int) -> int:
+def rounds_of(count: int) -> list[tuple[int, int]]:
+  """The part of the row's steps, and the number of candidates, of each round for `count` of them.
+
+  A round that would drop none is left out.
+  """
+  first, last = ROUNDS
+  kept = _kept(count)
+  return [(first, count), (last, kept)] if kept < count else [(last, count)]
+
+
+def _kept(count: int) -> int:
   """Candidates that a round keeps of `count`: two at least, or the next would choose nothing."""
   return max(2, count // 3)
