@@ -10,16 +10,13 @@ all else trained for 300 steps around the compressed table, which stays.
 """
 
 import dataclasses
-from typing import Any
 
-from vqjax import DenseEmbedding, DenseHead, Embedding, Int8Embedding
+from vqjax import DenseEmbedding, DenseHead, Int8Embedding
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import BPETokenizer, WikiText, Windows
-from vqjax.lab.study import Compressed, Row, Study
-from vqjax.lab.study.compressed import with_compressed_table
+from vqjax.lab.study import Compressed, FromCompressed, Row, Study
 from vqjax.lab.study.declaration import Runs
-from vqjax.lab.training import RowwiseTables, read_run_variables
-from vqjax.lab.training.run_folder import EncodedText
+from vqjax.lab.training import FromRun, RowwiseTables
 from vqjax.lm.models import Transformer
 
 V, DIM = FROM_TOKENIZER, 128
@@ -31,31 +28,6 @@ def tied(embedding):
   return {"model.embedding": embedding, "model.head": head}
 
 
-@dataclasses.dataclass(frozen=True)
-class FromCompressed:
-  """The variables of a trained run whose tied table is compressed.
-
-  Attributes:
-    folder: the run folder.
-    bytes: the part of the table's float32 bytes; None: not compressed.
-    stored: the table of that run.
-  """
-
-  folder: str
-  bytes: float | None
-  stored: Embedding
-
-  def __call__(self, text: EncodedText, model: Transformer, variables: Any) -> dict[str, Any]:
-    """The run's variables, with the rows that the compressed table decodes to."""
-    del variables
-    trained, _ = read_run_variables(self.folder)
-    if self.bytes is None:
-      return trained
-    stored = self.stored.clone(vocab=model.head.vocab)
-    source = model.clone(embedding=stored, head=model.head.clone(embedding=stored))
-    return with_compressed_table(source, trained, text, self.bytes)[1]
-
-
 def further(source: str, part: int | None, label: str) -> Row:
   """A row that trains on where another ended: all, or all but its table at 1/PART of its bytes."""
 
@@ -65,7 +37,9 @@ def further(source: str, part: int | None, label: str) -> Row:
     size = {"steps": 300, "warmup": 30, "eval_every": 300, "save_every": 300}
     fixed = {"trainable": WITHOUT_TABLE, "optimizer": None} if part else {}
     train = dataclasses.replace(start.experiment.train, **size, **fixed)
-    begun = FromCompressed(start.folder, part and 1 / part, start.experiment.model.embedding)
+    begun = FromRun(start.folder)
+    if part:
+      begun = FromCompressed(start.folder, 1 / part, start.experiment.model.embedding)
     return dataclasses.replace(start.experiment, model=model, train=train, init_from=begun)
 
   return Row(continued, label, tune={"train.learning_rate": (5e-4, 1.5e-3, 4.5e-3)})

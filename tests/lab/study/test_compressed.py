@@ -9,8 +9,9 @@ import pytest
 import vqjax
 from tests import tiny
 from vqjax.lab.config import FROM_TOKENIZER
-from vqjax.lab.study import Compressed
+from vqjax.lab.study import Compressed, FromCompressed
 from vqjax.lab.study.compressed import moments_of
+from vqjax.lab.training import read_run_variables
 from vqjax.lab.training.run_folder import load_text
 
 
@@ -26,6 +27,19 @@ def test_an_eight_bit_table_is_a_third_as_large_and_scores_as_the_trained_one(fi
     assert 0 < abs(own - other) < 0.01
   assert found["head"]["state_bytes"] < trained["head"]["state_bytes"] / 3
   assert found["embedding"]["shipped_bytes"] == trained["embedding"]["shipped_bytes"]
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_rows_of_the_file_and_all_else_of_the_other_run(finished, tmp_path):
+  run, folder, _ = finished
+  text, file = load_text(run), tmp_path / "table.safetensors"
+  begun = FromCompressed(str(folder), 1 / 2, file=str(file))(text, text.experiment.model, None)
+  trained, _ = read_run_variables(folder)
+  head, own = begun["params"].pop("head"), trained["params"].pop("head")
+  small = vqjax.SmallTable.load(file)
+  assert small.nbytes <= sum(x.nbytes for x in own.values()) / 2
+  np.testing.assert_array_equal(head["weight"], small.table())
+  jax.tree.map(np.testing.assert_array_equal, begun, trained)
 
 
 @pytest.mark.slow

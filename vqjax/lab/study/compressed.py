@@ -14,16 +14,17 @@ from flax import linen as nn
 import vqjax
 from vqjax import tables
 from vqjax.convert import part_of, with_part
-from vqjax.embeddings import DenseEmbedding
+from vqjax.embeddings import DenseEmbedding, Embedding
 from vqjax.heads import DenseHead
 from vqjax.lab.config import Experiment
 from vqjax.lab.config.identity import describe
 from vqjax.lab.starting_points import Distilled, student_of
 from vqjax.lab.training import evaluate, make_scorer, read_run_variables
+from vqjax.lab.training.checkpoint import check_tokenizer
 from vqjax.lab.training.run_folder import EncodedText, load_text
 from vqjax.lab.training.step import carried
 
-__all__ = ["Compressed", "Derived", "held_out_scores", "moments_of", "with_compressed_table"]
+__all__ = ["Compressed", "Derived", "FromCompressed", "held_out_scores", "moments_of"]
 
 HIDDEN_STATES = 2**17
 """Hidden states whose second moment is taken."""
@@ -100,7 +101,7 @@ class Compressed(Derived):
     """Scores and bytes of a trained model with a compressed table."""
     text = load_text(experiment)
     variables, _ = read_run_variables(folder)
-    model, variables, small = with_compressed_table(
+    model, variables, small = _with_compressed_table(
       text.experiment.model, variables, text, self.bytes, self.method
     )
     head: DenseHead = model.head
@@ -117,7 +118,42 @@ class Compressed(Derived):
     return {"result": result}
 
 
-def with_compressed_table(
+@dataclasses.dataclass(frozen=True)
+class FromCompressed:
+  """Begins a run with the variables of another one, whose table is compressed.
+
+  All else then learns around the rows that the file decodes to, with a `Train(trainable=...)` that
+  names all parameters but the table: a third to three quarters of what the compression costs is
+  regained. The head of the other run is a `DenseHead`, tied or not.
+
+  Attributes:
+    folder: run folder of the other run.
+    bytes: largest size, as of `Compressed`.
+    stored: the tied embedding of the other run where it holds no floats, such as an
+      `Int8Embedding(trained=True)`; this run's is a `DenseEmbedding`.
+    file: file that the compressed table is written to; "": none.
+  """
+
+  folder: str
+  bytes: float
+  stored: Embedding | None = None
+  file: str = ""
+
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Any) -> dict[str, Any]:
+    """The other run's variables, with the rows that the compressed table decodes to."""
+    del variables
+    check_tokenizer(self.folder, text)
+    trained, _ = read_run_variables(self.folder)
+    if self.stored is not None:
+      stored = self.stored.clone(vocab=model.head.vocab)
+      model = model.clone(embedding=stored, head=model.head.clone(embedding=stored))
+    _, variables, small = _with_compressed_table(model, trained, text, self.bytes)
+    if self.file:
+      small.save(self.file)
+    return variables
+
+
+def _with_compressed_table(
   model: nn.Module,
   variables: Mapping[str, Any],
   text: EncodedText,
