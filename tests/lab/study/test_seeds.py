@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from vqjax.lab.study.seeds import Interval, Spread, finished_results, paired, results_by_seed
+from vqjax.lab.study.seeds import (
+  Interval,
+  Spread,
+  finished_results,
+  origins,
+  paired,
+  results_by_seed,
+)
 
 
 def test_an_interval_is_that_of_students_t_in_per_cent():
@@ -20,6 +27,20 @@ def test_losses_too_far_apart_for_a_perplexity_have_an_interval():
   assert found.verdict(1.0) == "worse"
   assert len(str(found)) < 40
   assert len(Spread.of([1e304, 2e304]).show(2)) < 20
+
+
+@pytest.mark.parametrize(
+  ("commits", "named"),
+  [
+    (["abc", "abc+"], "2 results of 1 commit, "),
+    (["abc", "def"], "2 results of 2 commits, "),
+    ([None, None], "2 results of an installed vqjax, "),
+  ],
+)
+def test_results_name_their_commits(commits, named):
+  kept = {"date": "2026-01-02T03:04", "device": "CPU"}
+  results = {str(i): {"result": kept | {"commit": each}} for i, each in enumerate(commits)}
+  assert named in origins(results)
 
 
 @pytest.mark.parametrize(

@@ -126,13 +126,14 @@ def origins(results: Results) -> str:
     return "No results."
   distinct = lambda values: ", ".join(sorted(set(values)))
   days = sorted(row["date"][:10] for row in kept)
-  commits = {(row["commit"] or "").removesuffix("+") for row in kept}
+  commits = {commit.removesuffix("+") for row in kept if (commit := row["commit"])}
+  made = f"{len(commits)} commit{'s' * (len(commits) > 1)}" if commits else "an installed vqjax"
   jax = distinct(row["versions"]["jax"] for row in kept if "versions" in row)
   uncommitted = sum((row["commit"] or "").endswith("+") for row in kept)
   days = " to ".join(dict.fromkeys((days[0], days[-1])))
   devices = " and ".join(sorted({row["device"] for row in kept}))
   return (
-    f"{len(kept)} results of {len(commits)} commits, {days}, on {devices}, with jax {jax};"
+    f"{len(kept)} results of {made}, {days}, on {devices}, with jax {jax};"
     " results.jsonl has each commit"
     + (f", with a + after the {uncommitted} of uncommitted changes." if uncommitted else ".")
   )
