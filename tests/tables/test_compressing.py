@@ -16,6 +16,7 @@ from tests import reference
 from vqjax import convert, nnx
 from vqjax.embeddings import ProductEmbedding, table_file
 from vqjax.tables import Moments, byte_budget, compressing, container
+from vqjax.tables.tensor_files import RowShards
 
 pytestmark = pytest.mark.programs(100)  # methods and layers run operation by operation
 
@@ -450,6 +451,14 @@ def test_a_mean_row_that_all_share_does_not_hide_the_error():
   expected = plain.error * np.square(TABLE, dtype=np.float64).sum() / centred
   assert plain.centred_error == pytest.approx(expected, rel=1e-6)
   assert "mean row" not in str(plain)
+
+
+def test_the_shards_of_a_table_are_compressed_as_the_whole():
+  shards = RowShards([TABLE[:50], TABLE[50:]])
+  found = vqjax.compress(shards, method=METHODS["int8"])
+  whole = compressed("int8")
+  np.testing.assert_array_equal(rows_of(found), rows_of(whole))
+  assert found.report.centred_error == whole.report.centred_error
 
 
 def test_the_scale_of_a_table_does_not_matter():

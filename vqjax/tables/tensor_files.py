@@ -204,6 +204,9 @@ class RowShards:
   def __len__(self) -> int:
     return self.shape[0]
 
+  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    return np.array(self[:], dtype, copy=copy)
+
   def __getitem__(self, rows: slice) -> np.ndarray:
     first, last, _ = rows.indices(len(self))
     begins = zip(self._shards, self._ends)
