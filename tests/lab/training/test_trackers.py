@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from tests import tiny
 from vqjax.lab.config import Train, config_hash, override
 from vqjax.lab.training import fit
 from vqjax.lab.training.log import MetricsLog
@@ -85,6 +86,13 @@ def test_a_missing_library_names_its_extra_before_a_folder_is_made(
   with pytest.raises(ImportError, match=rf"pip install 'vqjax\[{name}\]'"):
     fit(override(experiment, [f"train.tracker={name}"]), tmp_path / "run")
   assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_needs_no_library_of_its_tracker(finished, monkeypatch):
+  run, folder, result = finished
+  monkeypatch.setitem(sys.modules, "wandb", None)
+  with tiny.own_cache(folder.parent / "cache"):
+    assert fit(override(run, ["train.tracker=wandb"]), folder) == result
 
 
 def needs(name):

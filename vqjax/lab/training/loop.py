@@ -68,7 +68,8 @@ def fit(
     ImportError: the library of `train.tracker` is not installed.
   """
   folder, identified = pathlib.Path(folder), identified or experiment
-  if (tracker := experiment.train.tracker) and is_main():
+  is_new, tracker = not (folder / "config.json").exists(), experiment.train.tracker
+  if is_new and tracker and is_main():
     import_extra(tracker, tracker)  # before a long text is read and a folder is made
   distributed.agree("config", config_hash(identified))
   distributed.agree("train.mesh", str(experiment.train.mesh))
