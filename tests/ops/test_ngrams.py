@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from vqjax.ops import ngrams
 from vqjax.ops.ngrams import CanonicalHash, PolynomialHash, XorHash
@@ -123,6 +125,15 @@ def test_tokens_that_read_alike_have_the_rows_of_their_canonical_id():
   same = CanonicalHash(of.hash, tuple(ids.tolist()))
   assert (same, hash(same)) == (of, hash(of))
   assert same != CanonicalHash(of.hash, ids[::-1])
+
+
+def test_canonical_ids_are_sharded_as_their_tokens():
+  of = CanonicalHash(PolynomialHash(3, 2, (7,)), [0, 1, 2, 1])
+  with jax.set_mesh(jax.make_mesh((2,), ("data",), (AxisType.Explicit,))):
+    tokens = jax.device_put(jnp.array([[1, 3], [4, 0]]), P("data"))
+    found = jax.jit(of.canonical)(tokens)
+  assert jax.typeof(found).sharding.spec == P("data", None)
+  np.testing.assert_array_equal(found, [[1, 1], [-1, 0]])
 
 
 @pytest.mark.untyped

@@ -420,10 +420,13 @@ class CanonicalHash(_Hash):
 
   def canonical(self, tokens: Tokens) -> Tokens:
     """The canonical ids of tokens [*B, T]; in a compiled program -1 outside the vocabulary."""
-    known, tokens = self._known(tokens)
     if isinstance(tokens, jax.Array):
-      return jnp.where(known, jnp.asarray(self._table)[tokens], -1)
-    return self._table[tokens]
+      return on_any_axes(self._of_known, tokens, tokens)
+    return self._table[self._known(tokens)[1]]
+
+  def _of_known(self, tokens):
+    known, tokens = self._known(tokens)
+    return jnp.where(known, jnp.asarray(self._table)[tokens], -1)
 
 
 def _check(given, order):
