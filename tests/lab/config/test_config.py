@@ -21,7 +21,7 @@ from vqjax import DenseEmbedding
 from vqjax.lab import config
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train, override
 from vqjax.ngrams import NGramEmbedding
-from vqjax.ops.ngrams import PolynomialHash
+from vqjax.ops.ngrams import CanonicalHash, PolynomialHash
 from vqjax.sharding import MeshShape
 from vqjax.types import Dtype
 
@@ -233,6 +233,15 @@ def test_the_rows_of_a_table_of_ngrams_come_from_its_hash(rows):
   assert (model.table.vocab, model.ngrams) == (rows or 41, ngrams)
 
 
+def test_a_hash_of_canonical_ids_has_as_many_ids_as_the_tokenizer_tokens():
+  ngrams = CanonicalHash(PolynomialHash(5, order=2, sizes=(20, 21)), np.arange(13) % 5)
+  made = dataclasses.replace(make(), model=NGramEmbedding(ngrams, DenseEmbedding(0, 4)))
+  model = config.with_vocab(made, 13).model
+  assert (model.table.vocab, model.ngrams) == (41, ngrams)
+  with pytest.raises(ValueError, match=r"ngrams.vocab` must be the tokenizer's 14 tokens; got 13"):
+    config.with_vocab(made, 14)
+
+
 def test_training_with_a_number_out_of_range_is_refused():
   for wrong in ({"steps": 0}, {"learning_rate": 0.0}, {"weight_decay": -1.0}, {"beta2": 1.0}):
     ((name, value),) = wrong.items()
@@ -420,6 +429,7 @@ class Scaled:
     (np.float32, ["float32"]),
     (Scaled, ["Scaled"]),
     (np.arange(3, dtype=np.int32), ["int32[3] sha256:"]),
+    (tuple(range(20_000)), ["int[20000] sha256:"]),
   ],
 )
 def test_functions_and_arrays_have_stable_descriptions(function, expected):
@@ -435,6 +445,13 @@ def test_a_callable_object_has_its_fields_and_one_without_a_description_is_refus
   for value, named in ((object(), "object"), (lambda x: x + 41, "lambda")):
     with pytest.raises(ValueError, match=rf"`model.head.activation` must .* got .*{named}"):
       config.describe(make(activation=value))
+
+
+def test_a_hash_of_all_tokens_is_part_of_an_identity():
+  made = lambda ids: CanonicalHash(PolynomialHash(5, order=2, sizes=(20,)), ids)
+  ids = np.arange(20_000) % 5
+  assert config.config_hash(made(ids)) == config.config_hash(made([*ids]))
+  assert config.config_hash(made(ids)) != config.config_hash(made(ids[::-1]))
 
 
 def test_a_difference_names_both_values():

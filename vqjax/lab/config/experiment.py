@@ -31,6 +31,7 @@ from vqjax.lab.config.identity import is_dtype
 from vqjax.layer import wanted
 from vqjax.lm.records import one_line, shown
 from vqjax.ngrams import NGramEmbedding
+from vqjax.ops.ngrams import CanonicalHash
 from vqjax.sharding import MeshShape
 
 __all__ = ["FROM_TOKENIZER", "Experiment", "Train", "load_config", "load_function", "with_vocab"]
@@ -240,8 +241,12 @@ def with_vocab(experiment: Experiment, vocab: int) -> Experiment:
   changes: dict[int, dict[str, Any]] = {}
   nodes = list(walk(experiment.model, "model"))
   rows = {id(n.table): n.ngrams.rows for _, n in nodes if isinstance(n, NGramEmbedding)}
+  # Canonical ids, which are fewer than the tokens.
+  canonical = {id(n.hash) for _, n in nodes if isinstance(n, CanonicalHash)}
   for path, node in nodes:
-    own = fields_of(node).get("vocab", vocab)
+    if id(node) in canonical:
+      continue
+    own = node.vocab if isinstance(node, CanonicalHash) else fields_of(node).get("vocab", vocab)
     if own == FROM_TOKENIZER:
       changes[id(node)] = {"vocab": rows.get(id(node), vocab)}
     elif own != vocab and id(node) not in rows:

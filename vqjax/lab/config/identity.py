@@ -22,6 +22,9 @@ from vqjax.lab.config.experiment_tree import annotations, fields_of, is_object, 
 
 __all__ = ["config_hash", "describe", "difference"]
 
+LONG = 10_000
+"""Integers, such as one for each token, of which more are described by their hash."""
+
 
 def config_hash(experiment: Any) -> str:
   """Return 12 hexadecimal digits that identify an experiment in every process.
@@ -75,7 +78,7 @@ def _without_defaults(value: Any, described: Any) -> Any:
   """The description of `value` without the fields whose values are their defaults."""
   if isinstance(value, Mapping):
     return {str(key): _without_defaults(item, described[str(key)]) for key, item in value.items()}
-  if isinstance(value, (tuple, list)):
+  if isinstance(value, (tuple, list)) and isinstance(described, list):
     return [_without_defaults(item, text) for item, text in zip(value, described, strict=True)]
   if not is_object(value):
     return described
@@ -106,6 +109,9 @@ def _describe(value: Any, path: str, seen: dict[int, str]) -> Any:
     keys = sorted(value, key=str)
     return {str(key): _describe(value[key], join(path, str(key)), seen) for key in keys}
   if isinstance(value, (tuple, list)):
+    if len(value) > LONG and all(type(item) is int for item in value):
+      digest = hashlib.sha256(repr([*value]).encode()).hexdigest()[:12]
+      return f"int[{len(value)}] sha256:{digest}"
     return [_describe(item, join(path, str(at)), seen) for at, item in enumerate(value)]
   if isinstance(value, (set, frozenset)):
     return sorted((_describe(item, path, seen) for item in value), key=str)
