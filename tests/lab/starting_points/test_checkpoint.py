@@ -92,8 +92,10 @@ def test_a_pretrained_model_is_trained_on(pretrained, text, tmp_path):
   assert config_hash(made) == config_hash(experiment(pretrained[0], text))
 
 
-def test_documents_begin_and_end_as_the_model_knows_them(pretrained):
-  tokenizer = CheckpointTokenizer(str(pretrained[0])).fit(lambda: [])
+def test_documents_begin_and_end_as_the_model_knows_them(pretrained, tmp_path):
+  folder = tmp_path / "my.model"  # a folder of any name
+  folder.symlink_to(pretrained[0], target_is_directory=True)
+  tokenizer = CheckpointTokenizer(str(folder)).fit(lambda: [])
   assert encode_document(tokenizer, "w0 w66 other").tolist() == [3, 69, 0, 2]
   assert (tokenizer.vocab, tokenizer.eos) == (V, (2,))
   again = CheckpointTokenizer("elsewhere").load(tokenizer.state())

@@ -382,8 +382,11 @@ class CheckpointTokenizer(TokenizerRecipe):
     """Read the tokenizer."""
     del documents
     path = data_path(self.path, kind="tokenizer.path")
-    is_model = not path.is_dir() or [*path.glob("*.safetensors"), *path.glob("*.gguf")]
-    if not is_model or path.suffix in (".json", ".model"):
+    if path.is_dir():
+      is_model = any([*path.glob("*.safetensors"), *path.glob("*.gguf")])
+    else:
+      is_model = path.suffix not in (".json", ".model")
+    if not is_model:
       raise ValueError(
         f"`tokenizer.path` must be a pretrained model with its weights; got {path}. Take"
         " JSONTokenizer for a tokenizer.json or its folder, and SentencePieceTokenizer(model=...)"
