@@ -57,6 +57,9 @@ BLOCK = 2**12
 MOST_STATES = 2**11
 """Hidden states on which a divergence is measured."""
 
+ROUNDED = 1 / 64
+"""Largest error, in nats, with which a bias is kept in float16."""
+
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -371,7 +374,7 @@ def compress(
       error is then E[(h · (row - approximation))²], so that the scores are kept.
     moments: the moments that `vqjax.tables.Moments` has, instead of `counts` and `hidden`.
     bias: the output bias that was trained with the table; the result and its head keep it, in
-      float16 if that holds it.
+      float16 if that is within 1/64 of it.
     seed: seed of the initial centroids of methods of k-means.
 
   Returns:
@@ -465,8 +468,10 @@ def byte_budget(bytes: float | str, of: int) -> int:
 
 def _kept(bias: Float[np.ndarray, "V"]) -> Float[np.ndarray, "V"]:
   """The biases as they are kept: a small table's float32 would be an eighth of its bytes."""
-  is_small = np.abs(bias).max(initial=0) <= np.finfo(np.float16).max
-  return bias.astype(np.float16) if is_small else bias
+  with np.errstate(over="ignore"):
+    half = bias.astype(np.float16)
+  # Biases far from 0 would be rounded by more than a table's scores are off.
+  return half if np.abs(half - bias).max(initial=0) <= ROUNDED else bias
 
 
 def _nbytes(array: np.ndarray | None) -> int:
