@@ -8,7 +8,7 @@ import pytest
 
 import vqjax
 from tests import tiny
-from vqjax.lab.config import FROM_TOKENIZER
+from vqjax.lab.config import FROM_TOKENIZER, config_hash
 from vqjax.lab.study import Compressed, FromCompressed
 from vqjax.lab.study.compressed import moments_of
 from vqjax.lab.training import read_run_variables
@@ -27,6 +27,11 @@ def test_an_eight_bit_table_is_a_third_as_large_and_scores_as_the_trained_one(fi
     assert 0 < abs(own - other) < 0.01
   assert found["head"]["state_bytes"] < trained["head"]["state_bytes"] / 3
   assert found["embedding"]["shipped_bytes"] == trained["embedding"]["shipped_bytes"]
+
+
+def test_where_a_table_is_written_is_no_part_of_a_runs_identity():
+  made = [FromCompressed("run", 1 / 16, file=file) for file in ("", "table.safetensors")]
+  assert len({*map(config_hash, made)}) == 1
 
 
 @pytest.mark.slow

@@ -17,10 +17,12 @@ from vqjax.convert import part_of, with_part
 from vqjax.embeddings import DenseEmbedding, Embedding
 from vqjax.heads import DenseHead
 from vqjax.lab.config import Experiment
+from vqjax.lab.config.experiment_tree import NOT_IDENTITY
 from vqjax.lab.config.identity import describe
 from vqjax.lab.starting_points import Distilled, student_of
 from vqjax.lab.training import evaluate, make_scorer, read_run_variables
 from vqjax.lab.training.checkpoint import check_tokenizer
+from vqjax.lab.training.distributed import is_main
 from vqjax.lab.training.run_folder import EncodedText, load_text
 from vqjax.lab.training.step import carried
 
@@ -137,7 +139,7 @@ class FromCompressed:
   folder: str
   bytes: float
   stored: Embedding | None = None
-  file: str = ""
+  file: str = dataclasses.field(default="", metadata=NOT_IDENTITY)
 
   def __call__(self, text: EncodedText, model: nn.Module, variables: Any) -> dict[str, Any]:
     """The other run's variables, with the rows that the compressed table decodes to."""
@@ -148,7 +150,7 @@ class FromCompressed:
       stored = self.stored.clone(vocab=model.head.vocab)
       model = model.clone(embedding=stored, head=model.head.clone(embedding=stored))
     _, variables, small = _with_compressed_table(model, trained, text, self.bytes)
-    if self.file:
+    if self.file and is_main():
       small.save(self.file)
     return variables
 
