@@ -125,7 +125,7 @@ class FromCompressed:
   """Begins a run with the variables of another one, whose table is compressed.
 
   All else then learns around the rows that the file decodes to, with a `Train(trainable=...)` that
-  names all parameters but the table: a third to three quarters of what the compression costs is
+  names all parameters but the table: a quarter to a half of what the compression costs is
   regained. The head of the other run is a `DenseHead`, tied or not.
 
   Attributes:
