@@ -70,7 +70,7 @@ def test_canonical_ids_are_those_of_the_normalizers_of_the_library():
     "A  B",
   ]
 
-  class Words:
+  class Words(reading.Tokenizer):
     vocab = len(pieces) + 3
 
     def decode(self, tokens):
@@ -83,8 +83,8 @@ def test_canonical_ids_are_those_of_the_normalizers_of_the_library():
   for piece in pieces:
     expected.append(known.setdefault(normal.normalize_str(piece) or piece, len(known)))
   found = reading.canonical_ids(Words())
-  assert found == [*expected, *(len(known) + i for i in range(3))]
-  assert found[:4] == [0] * 4
+  assert found == (*expected, *(len(known) + i for i in range(3)))
+  assert found[:4] == (0,) * 4
 
 
 @pytest.mark.parametrize("count", [32, 98])

@@ -800,7 +800,7 @@ def check_size(tokenizer: Tokenizer, vocab: int, path: pathlib.Path) -> None:
     )
 
 
-def canonical_ids(tokenizer: Tokenizer) -> list[int]:
+def canonical_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
   """The canonical id of each token: tokens that read alike have one, by order of appearance.
 
   Case, accents, compatibility forms of characters and the kind and number of spaces make no
@@ -816,7 +816,7 @@ def canonical_ids(tokenizer: Tokenizer) -> list[int]:
     text = tokenizer.decode([token])
     key = tokenizer.piece(token) if not text or "\ufffd" in text else _canonical(text) or text
     found.append(known.setdefault(key, len(known)))
-  return found
+  return tuple(found)
 
 
 def _canonical(text: str) -> str:
