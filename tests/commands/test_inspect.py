@@ -117,3 +117,12 @@ def test_tables_of_any_safetensors_are_found_by_shape_and_name(tmp_path, capsys)
   printed = " ".join(capsys.readouterr().out.split())
   assert "no architecture of this library" in printed
   assert "--table embed.weight" in printed
+
+
+def test_one_tensor_in_two_files_without_an_index_is_refused(tmp_path, capsys):
+  from safetensors.numpy import save_file
+
+  for name in ("a", "b"):
+    save_file({"embed.weight": np.zeros((90, 8), np.float16)}, tmp_path / f"{name}.safetensors")
+  assert inspect.main([str(tmp_path)]) == 2
+  assert "got embed.weight in two files. Remove b.safetensors" in capsys.readouterr().err

@@ -60,7 +60,8 @@ class Derived(abc.ABC):
       folder: its run folder.
 
     Returns:
-      {"result": what a run's result has of scores and sizes, ...}.
+      {"result": {"test": {"nats_per_token": ...}, ...}, ...}: what a run's result has of scores and
+      sizes; without a finite test loss the row failed.
     """
 
   def check(self, experiment: Experiment) -> None:

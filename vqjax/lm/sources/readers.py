@@ -16,7 +16,7 @@ import re
 import struct
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -148,7 +148,7 @@ def read_tensors(path: str | pathlib.Path) -> tuple[str | None, dict[str, Tensor
     raise FileNotFoundError(
       f"`path` must be a folder or file of safetensors, or a GGUF; got {path}. Download it first."
     )
-  tensors = {name: tensor for file in files for name, tensor in _safetensors(file).items()}
+  tensors = _tensors_of(files)
   folder = path if path.is_dir() else path.parent
   if path.is_dir() and (folder / container.MANIFEST).is_file():
     tensors = _decompressed(folder, container.read_manifest(folder), tensors)
@@ -192,15 +192,7 @@ def _read_safetensors(folder: pathlib.Path, only: pathlib.Path | None = None) ->
     )
   config = read_json(folder / "config.json")
   files, expected = tensor_files.weight_files(folder, only)
-  tensors: dict[str, Tensor] = {}
-  for file in files:
-    for name, tensor in _safetensors(file).items():
-      if name in tensors:
-        raise ValueError(
-          f"{folder} must hold each tensor once; got {name} in two files. Remove {file.name} or the"
-          " other file."
-        )
-      tensors[name] = tensor
+  tensors = _tensors_of(files)
   if absent := [name for name in expected if name not in tensors]:
     raise ValueError(
       f"{folder} must have the tensors of its index; got none named {_some(absent)}. Download the"
@@ -219,6 +211,20 @@ def _read_safetensors(folder: pathlib.Path, only: pathlib.Path | None = None) ->
   return ModelSource(
     folder, "safetensors", config, tensors, tuple(files), runtime=runtime, origin=origin
   )
+
+
+def _tensors_of(files: Iterable[pathlib.Path]) -> dict[str, Tensor]:
+  """The tensors of a model's files."""
+  tensors: dict[str, Tensor] = {}
+  for file in files:
+    for name, tensor in _safetensors(file).items():
+      if name in tensors:
+        raise ValueError(
+          f"{file.parent} must hold each tensor once; got {name} in two files. Remove {file.name} or"
+          " the other file."
+        )
+      tensors[name] = tensor
+  return tensors
 
 
 ADAPTER = "adapter_config.json"
