@@ -6,7 +6,7 @@ python -m experiments.studies.vq_logits.page
 import functools
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -54,9 +54,9 @@ PERPLEXITY = pd.read_csv(PRINTED, dtype=str).query("column == 'perplexity'").set
 """The `table` and the `value` of each row of the paper that has a perplexity."""
 
 
-def codes_of(name: str) -> list[int]:
-  """The sizes of the codebooks of a study."""
-  return [*map(int, PAPER["Setup"][name]["codes"].split())]
+def codes_of(rows: Iterable[str]) -> list[int]:
+  """The sizes of the codebooks among the rows of a study that are made as the paper's."""
+  return [int(of) for row in rows if (of := row.removeprefix("vq-")) != row and of.isdigit()]
 
 
 def measurements(study: Study, results: Results) -> pd.DataFrame:
@@ -131,7 +131,7 @@ def shown_tables(measured: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame
   full = {name: PAPER[title]["full"]["perplexity"] for name, title in MAIN.items()}
   frames = {}
   for name, title in MAIN.items():
-    own = measured[name].loc[[*BASELINES, *(f"vq-{k}" for k in codes_of(name))]]
+    own = measured[name].loc[[*BASELINES, *(f"vq-{k}" for k in codes_of(measured[name].index))]]
     frame = vq_logits_table(own, PERPLEXITY[PERPLEXITY["table"] == title], full[name])
     # Without rows that are neither the paper's nor run.
     known = frame["paper"].notna() | frame["measured"].notna()
@@ -225,17 +225,17 @@ def codes_figure(measured: Mapping[str, pd.DataFrame]) -> Figure:
   figure = Figure(figsize=(9.6, 3.8), layout="constrained")
   panels = figure.subplots(1, len(measured))
   for axes, name in zip(panels, MAIN, strict=True):
-    codes, text = codes_of(name), PAPER["Setup"][name]["text"]
+    codes, printed = codes_of(measured[name].index), PAPER[MAIN[name]]
     rows = ["full", *(f"vq-{k}" for k in codes)]
     own = [spread.mean if spread else math.nan for spread in measured[name]["perplexity"][rows]]
-    theirs = [float(PAPER[MAIN[name]][row]["perplexity"]) for row in rows]
+    theirs = [float(printed[row]["perplexity"]) if row in printed else math.nan for row in rows]
     floors = measured[name]["uniform"][rows[1:]]
     axes.plot(codes, own[1:], "o-", color=SERIES[0], label="measured")
     axes.plot(codes, floors, "s--", color=SERIES[1], label="floor of these codes")
     axes.plot(codes, theirs[1:], "x:", color=SERIES[2], label="paper")
     axes.axhline(own[0], color=SERIES[0], linewidth=0.8, label="full softmax, measured")
     axes.axhline(theirs[0], color=SERIES[2], linewidth=0.8, label="full softmax, paper")
-    axes.set_title(f"{name} (paper: {text})", fontsize=9, color=INK)
+    axes.set_title(f"{name} (paper: {PAPER['Setup'][name]['text']})", fontsize=9, color=INK)
     axes.set_xlabel("codes, K", fontsize=9, color=INK)
     axes.set_ylabel("perplexity", fontsize=9, color=INK)
     axes.set_xscale("log", base=2)

@@ -13,6 +13,7 @@ from experiments.studies.vq_logits.rows import (
   floors,
   main_rows,
   paper_tuning,
+  repeated,
   small,
   small_tuning,
 )
@@ -22,7 +23,10 @@ from vqjax.lab.data import PennTreebank, WordTokenizer
 from vqjax.lab.study import Row, Study
 
 SIZES = {"codes": (256, 512, 1024), "cutoffs": (750, 3000)}
-REPEATED = "dense", "full", "full-scratch", "vq-1024"
+REPEATED = (
+  *("dense", "full", "full-scratch", "adaptive", "vq-256", "vq-512", "vq-1024"),
+  *("brown-bias-1024", "brown-bias-460", "product-learned"),
+)
 RANK = 7
 
 
@@ -30,16 +34,16 @@ def study() -> Study:
   """The study of the small decoder."""
   base = small(PennTreebank(), WordTokenizer(split=False), steps=1800)
   tuning = small_tuning(base, 900)
-  rows = main_rows(base, tuning, rank=RANK, repeated=REPEATED, **SIZES)
+  rows = main_rows(base, tuning, rank=RANK, **SIZES)
   rows |= _codebooks(base, tuning) | _other_heads(base, tuning)
-  return Study(base, rows, reference="full", measure=floors)
+  return Study(base, repeated(rows, REPEATED), reference="full", measure=floors)
 
 
 def paper() -> Study:
   """The study of the paper's decoder."""
   base = ptb.experiment()
-  rows = main_rows(base, paper_tuning(base), rank=27, repeated=REPEATED, **SIZES)
-  return Study(base, rows, reference="full", measure=floors)
+  rows = main_rows(base, paper_tuning(base), rank=27, **SIZES)
+  return Study(base, repeated(rows, REPEATED), reference="full", measure=floors)
 
 
 def _codebooks(base: Experiment, tuning: Train) -> dict[str, Row]:

@@ -67,7 +67,6 @@ def main_rows(
   codes: tuple[int, ...],
   cutoffs: tuple[int, int],
   rank: int,
-  repeated: Collection[str] = (),
 ) -> dict[str, Row]:
   """The rows of the paper's Tables 1, 9 and 10.
 
@@ -77,7 +76,6 @@ def main_rows(
     codes: the sizes of the codebooks, K.
     cutoffs: cutoffs of the adaptive softmax.
     rank: rank of the low-rank head.
-    repeated: the rows with all seeds of the study; the others have one.
   """
   dim, dtype = base.model.dim, base.model.dtype
   begun = {"train": tuning, "init_from": lambda base, run: FromRun(run("dense").folder)}
@@ -93,17 +91,19 @@ def main_rows(
   for k in codes:
     head = CodebookHead(V, dim, k, dtype=dtype)
     rows[f"vq-{k}"] = converted(tuning, f"VQ-Logits (K={k})", head, as_paper)
-  return {
-    name: dataclasses.replace(row, seeds=None if name in repeated else 1)
-    for name, row in rows.items()
-  }
+  return rows
+
+
+def repeated(rows: dict[str, Row], names: Collection[str]) -> dict[str, Row]:
+  """The rows, of which those that are named have all seeds of the study, and the others one."""
+  return {n: row if n in names else dataclasses.replace(row, seeds=1) for n, row in rows.items()}
 
 
 def scratch(base: Experiment, tuning: Train, label: str, head: Head, init_from: Any = None) -> Row:
   """A head trained from scratch for the steps of the full softmax and the fine-tuning."""
   steps = base.train.steps + tuning.steps
   train = dataclasses.replace(base.train, steps=steps, eval_every=steps, save_every=steps)
-  return Row({"model.head": head, "train": train, "init_from": init_from}, label, seeds=1)
+  return Row({"model.head": head, "train": train, "init_from": init_from}, label)
 
 
 def converted(
@@ -131,7 +131,7 @@ def converted(
     one = starting_points.converted(dense, folder, head, target, **of_head)
     return dataclasses.replace(one, recluster=recluster)
 
-  return Row(made, label, seeds=1)
+  return Row(made, label)
 
 
 def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from experiments.studies.vq_logits.rows import (
   main_rows,
   paper_tuning,
   read_assignment,
+  repeated,
   scratch,
   small,
   small_tuning,
@@ -30,7 +31,14 @@ from vqjax.lab.data import WikiText, WordTokenizer, fit_tokenizer
 from vqjax.lab.study import Row, Study
 from vqjax.lm.tokenizers import Tokenizer
 
-CODES = 1024, 2048, 4096
+CODES = 256, 512, 1024, 2048, 4096, 8192
+"""Sizes of codebooks: those of the paper's Table 1 and Figure 2."""
+
+SMALLEST = 1024
+"""The smallest codebook of Table 1, which Tables 2, 6 and 7 vary."""
+
+REPEATED = "dense", "full", "full-scratch", "vq-1024", "vq-4096"
+
 CLUSTERED = "vq-1024"
 """The row whose words on one code are kept."""
 
@@ -53,12 +61,12 @@ def paper() -> Study:
 
 def _study(base: Experiment, tuning: Train, **sizes: Any) -> Study:
   rows = main_rows(base, tuning, CODES, **sizes) | _ablations(base, tuning)
-  return Study(base, rows, seeds=1, reference="full", measure=measurements)
+  return Study(base, repeated(rows, REPEATED), reference="full", measure=measurements)
 
 
 def _ablations(base: Experiment, tuning: Train) -> dict[str, Row]:
-  """The rows of the paper's Tables 2, 6 and 7, which vary its smallest codebook."""
-  head = heads.CodebookHead(V, base.model.dim, CODES[0], dtype=base.model.dtype)
+  """The rows of the paper's Tables 2, 6 and 7."""
+  head = heads.CodebookHead(V, base.model.dim, SMALLEST, dtype=base.model.dtype)
   to, inputs = convert.ToCodebook, convert.KMeans(inputs=True)
   as_paper, at_random = to(convert.KMeans()), to(convert.Fixed(assign.Random(0)))
   row = lambda label, target, scope=(): converted(tuning, label, head, target, scope=scope)

@@ -220,8 +220,8 @@ def _tensors_of(files: Iterable[pathlib.Path]) -> dict[str, Tensor]:
     for name, tensor in _safetensors(file).items():
       if name in tensors:
         raise ValueError(
-          f"{file.parent} must hold each tensor once; got {name} in two files. Remove {file.name} or"
-          " the other file."
+          f"{file.parent} must hold each tensor once; got {name} in two files. Remove {file.name}"
+          " or the other file."
         )
       tensors[name] = tensor
   return tensors
