@@ -4,8 +4,10 @@ vqjax study study.py
 """
 
 import argparse
+import math
 import pathlib
 import sys
+import time
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -25,6 +27,9 @@ from vqjax.lab.training.provenance import device
 from vqjax.lm.records import one_line
 
 __all__ = []
+
+PAGE_SECONDS = 30
+"""Seconds between pages that are written while a study runs."""
 
 EXAMPLES = """\
 examples:
@@ -148,12 +153,15 @@ def _run(
   if elsewhere:
     elsewhere(left)
     return
+  written = -math.inf
   for at, job in enumerate(left):
-    to_go = sum(seconds[other.name] for other in left[at:])
+    to_go = sum(work.seconds(other) for other in left[at:])
     exits.say(f"[{at + 1}/{len(left)}] {job.name}: about {_duration(to_go)} left")
     jobs.do(job)
-    if "/run" in job.name:
+    # Of short runs the pages would take a part of the time that is seen.
+    if "/run" in job.name and time.monotonic() > written + PAGE_SECONDS:
       write_pages(work, jobs.current())
+      written = time.monotonic()
 
 
 def _print_plan(work: Work, chosen: list[StudyJob], seconds: dict[str, float]) -> None:
@@ -185,8 +193,11 @@ def _print_plan(work: Work, chosen: list[StudyJob], seconds: dict[str, float]) -
   left = [job for job in chosen if job.name in seconds]
   if more := sum(work.seconds(job, extended=True) for job in left) - sum(seconds.values()):
     together += f", and up to {_duration(more)} for values beyond the edges of grids"
-  if {job.partition("/")[0] for job in seconds} - {*work.study.trained}:
-    together += "; what is derived from runs is not counted"
+  derived = {
+    job: one for job, one in seconds.items() if job.split("/")[0] not in work.study.trained
+  }
+  if derived and not any(derived.values()):
+    together += "; what is derived from runs is not counted before the first one is made"
   print(together, flush=True)
 
 

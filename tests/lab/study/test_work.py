@@ -17,7 +17,7 @@ from tests import tiny
 from vqjax import DenseHead
 from vqjax.commands.study import main
 from vqjax.lab.config import FROM_TOKENIZER
-from vqjax.lab.study import Compressed, Row, Study, tuning, work
+from vqjax.lab.study import Compressed, Row, Study, load_study, tuning, work
 from vqjax.lab.study.tuning import ROUNDS
 from vqjax.lab.training import FromRun, Interrupted, loop
 
@@ -179,6 +179,11 @@ def test_a_compressed_row_follows_its_source_and_is_not_tuned(fitted, monkeypatc
     "7",
     "equal",
   )
+  # A further seed would take as long as these did on average.
+  made = work.Work(load_study(file), FOLDER, file)
+  took = [made.results.read()[f"small/run{seed}"]["seconds"] for seed in ("", "-s1", "-s2")]
+  job = next(job for job in made.job_list().jobs if job.name == "small/run")
+  assert made.seconds(job) == pytest.approx(sum(took) / 3)
 
 
 def test_a_compressed_row_without_a_loss_has_failed(fitted, monkeypatch):

@@ -3,7 +3,9 @@
 import dataclasses
 import math
 import pathlib
+import statistics
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -234,7 +236,7 @@ class Work:
     identity = lambda: values_identity([self._identity(row.of, seed), row.settings()])
 
     def make() -> dict[str, Any]:
-      folder = self._model_of(row.of, seed)
+      folder, began = self._model_of(row.of, seed), time.perf_counter()
       measured = row.measure(self._experiment(row.of, seed), folder)
       result = origin(identity()) | measured["result"]
       loss = result["test"]["nats_per_token"]
@@ -242,7 +244,7 @@ class Work:
         result = origin(identity()) | {"status": "failed", "error": f"the test loss is {loss}"}
         measured = {}
       kept = {"result": result, "code": code_of(self.file), "settings": row.settings()}
-      return {**measured, **kept}
+      return {**measured, **kept, "seconds": time.perf_counter() - began}
 
     label, needs = f"of {row.of}, seed {seed}", (self._name(row.of, seed),)
     return StudyJob(self._name(name, seed), label, identity, make, needs)
@@ -258,11 +260,17 @@ class Work:
   def seconds(self, job: StudyJob, *, extended: bool = False) -> float:
     """The seconds that a job will take by the costs of its row, which are measured.
 
-    A compression counts as nothing: what it costs is not known. With `extended` a tuning tries all
-    the values that it may try beyond the edges of its grid.
+    What is derived from a run takes as long as that of another seed, or on average as long as such
+    rows have taken; the first one counts as nothing. With `extended` a tuning tries all the values
+    that it may try beyond the edges of its grid.
     """
     name, kind = job.name.split("/")
-    kept = self.results.read().get(f"{name}/costs")
+    results = self.results.read()
+    if name not in self.study.trained:
+      times = {other: one["seconds"] for other, one in results.items() if _is_timed(one)}
+      own = [each for other, each in times.items() if other.startswith(f"{name}/")]
+      return statistics.fmean(own or times.values() or [0.0])
+    kept = results.get(f"{name}/costs")
     if kept is None:
       return 0.0
     train = self.study.experiment(name, scale=self.scale).train
@@ -272,6 +280,11 @@ class Work:
       return tuning_seconds(kept["costs"], train.steps, len(space.candidates()), further)
     evaluations = -(-train.steps // train.eval_every)
     return run_seconds(kept["costs"], train.steps, evaluations)
+
+
+def _is_timed(kept: Mapping[str, Any]) -> bool:
+  """Whether it is the result of a derived row that says how long it took."""
+  return "settings" in kept and "seconds" in kept
 
 
 def code_of(file: pathlib.Path) -> str | None:
