@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import scipy.sparse
+import scipy  # its parts load when they are used
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 

@@ -20,8 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
-import scipy.linalg
-import scipy.sparse
+import scipy  # its parts load when they are used
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 

@@ -1,17 +1,21 @@
 """Loaders of batches: windows and streams of tokens, whole examples, evaluation."""
 
+from __future__ import annotations
+
 import abc
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import grain
 import jax
 import numpy as np
 
 from vqjax.lab.data.token_cache import TokenSplit
+
+if TYPE_CHECKING:
+  import grain
 
 __all__ = [
   "NONE",
@@ -53,6 +57,9 @@ class Loader(abc.ABC):
     Raises:
       ValueError: the split is too small for one batch, or `context` is below 1.
     """
+    # Not at the top: it takes half a second, and most commands train nothing.
+    import grain
+
     if context < 1:
       raise ValueError(f"`model.context` must be at least 1; got {context}. Raise it.")
     rows = np.arange(batch) if rows is None else rows
