@@ -37,7 +37,7 @@ CODES = 256, 512, 1024, 2048, 4096, 8192
 SMALLEST = 1024
 """The smallest codebook of Table 1, which Tables 2, 6 and 7 vary."""
 
-REPEATED = "dense", "full", "full-scratch", "vq-1024", "vq-4096"
+REPEATED = "dense", "full", "vq-1024", "vq-4096"
 
 CLUSTERED = "vq-1024"
 """The row whose words on one code are kept."""
