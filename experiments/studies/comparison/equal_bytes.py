@@ -16,9 +16,8 @@ TABLE = "tied-contexts"
 def study() -> Study:
   """The study, with the dropout of the trained model tuned."""
   given = manuals.study()
-  made = rows(SIZES, (TABLE, f"{TABLE}-memory"), (TABLE,))
+  made = rows(SIZES, (TABLE, f"{TABLE}-file", f"{TABLE}-memory"), (TABLE,))
   made |= {
-    "file": Compressed(TABLE, 1 / 16, label=f"{made[TABLE].label}, in a file"),
     "gptq": Feedback(TABLE, label="GPTQ, steps by counts, an ideal coder"),
     "additive": Additive(TABLE, 64, 9, label="two additive codes for 9 numbers, as AQLM"),
     "product": Compressed(TABLE, 1 / 16, Product(), label="product codes"),
