@@ -18,7 +18,6 @@ from experiments.studies.vq_logits.rows import (
   main_rows,
   paper_tuning,
   read_assignment,
-  repeated,
   scratch,
   small,
   small_tuning,
@@ -36,8 +35,6 @@ CODES = 256, 512, 1024, 2048, 4096, 8192
 
 SMALLEST = 1024
 """The smallest codebook of Table 1, which Tables 2, 6 and 7 vary."""
-
-REPEATED = "dense", "full", "vq-1024", "vq-4096"
 
 CLUSTERED = "vq-1024"
 """The row whose words on one code are kept."""
@@ -61,7 +58,7 @@ def paper() -> Study:
 
 def _study(base: Experiment, tuning: Train, **sizes: Any) -> Study:
   rows = main_rows(base, tuning, CODES, **sizes) | _ablations(base, tuning)
-  return Study(base, repeated(rows, REPEATED), reference="full", measure=measurements)
+  return Study(base, rows, seeds=1, reference="full", measure=measurements)
 
 
 def _ablations(base: Experiment, tuning: Train) -> dict[str, Row]:
