@@ -291,6 +291,7 @@ def test_a_form_is_refused_that_tables_or_other_arguments_do_not_allow(folder, t
       compress.main([*arguments, *others])
 
 
+@pytest.mark.programs(30)  # those of a model that is loaded, judged and saved
 def test_damaged_parts_of_packed_tables_are_named(folder, texts, tmp_path):
   out = in_form("packed", "gemma3_text", folder, texts, tmp_path)
   manifest = out / "vqjax.json"
