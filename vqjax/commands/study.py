@@ -193,10 +193,9 @@ def _print_plan(work: Work, chosen: list[StudyJob], seconds: dict[str, float]) -
   left = [job for job in chosen if job.name in seconds]
   if more := sum(work.seconds(job, extended=True) for job in left) - sum(seconds.values()):
     together += f", and up to {_duration(more)} for values beyond the edges of grids"
-  derived = {
-    job: one for job, one in seconds.items() if job.split("/")[0] not in work.study.trained
-  }
-  if derived and not any(derived.values()):
+  trained = work.study.trained
+  derived = [one for job, one in seconds.items() if job.partition("/")[0] not in trained]
+  if derived and not any(derived):
     together += "; what is derived from runs is not counted before the first one is made"
   print(together, flush=True)
 
