@@ -20,7 +20,7 @@ from vqjax import (
   Int8Embedding,
 )
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import BPETokenizer, WikiText, Windows
+from vqjax.lab.data import BPETokenizer, Source, WikiText, Windows
 from vqjax.lab.study import Row, Study
 from vqjax.lab.study.declaration import Runs
 from vqjax.lab.training.optimizer import decayed, learning_rate
@@ -64,25 +64,28 @@ def _labels(params):
   return jax.tree.map_with_path(of, params)
 
 
-def base() -> Experiment:
-  """The decoder without a memory, on 1,500 batches of 2,048 tokens."""
-  embedding = DenseEmbedding(FROM_TOKENIZER, DIM)
-  head = DenseHead(FROM_TOKENIZER, DIM, use_bias=True, embedding=embedding)
-  fields = {"dim": DIM, "layers": 3, "heads": 5, "context": 128}
+def decoder(dim: int) -> Transformer:
+  """Three blocks whose embedding is the head, of a width that 5 divides."""
+  embedding = DenseEmbedding(FROM_TOKENIZER, dim)
+  head = DenseHead(FROM_TOKENIZER, dim, use_bias=True, embedding=embedding)
+  return Transformer(embedding=embedding, head=head, dim=dim, layers=3, heads=5, context=128)
+
+
+def base(source: Source = WikiText(), steps: int = 1500) -> Experiment:
+  """The decoder without a memory, on batches of 2,048 tokens."""
   train = Train(
-    steps=1500,
+    steps=steps,
     batch=16,
     learning_rate=3e-3,
     final_fraction=1 / 30,
     warmup=100,
     beta2=0.98,
-    eval_every=1500,
+    eval_every=steps,
     save_every=500,
     keep=1,
     log_every=100,
   )
-  model = Transformer(embedding=embedding, head=head, **fields)
-  return Experiment("base", model, WikiText(), BPETokenizer(V), Windows(), train)
+  return Experiment("base", decoder(DIM), source, BPETokenizer(V), Windows(), train)
 
 
 def dense(rows: int) -> DenseEmbedding:
@@ -162,6 +165,8 @@ def study() -> Study:
   once = {**more, "seeds": 1}
   rows = {
     "none": Row({}, "no memory"),
+    # As many bytes more, in float32, as 4 x 262,144 rows at 0.3 bits have.
+    "wide": Row({"model": decoder(180)}, "no memory, 180 wide", tuned_as="none", seeds=1),
     "65536": memory(dense(middle.rows), middle, name, tune=rates),
     "262144": memory(dense(large.rows), large, "4 x 262,144 rows", **more),
     "8192": memory(dense(small.rows), small, "4 x 8,192 rows", **once),
