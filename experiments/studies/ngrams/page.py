@@ -3,7 +3,6 @@
 python -m experiments.studies.ngrams.page
 """
 
-import functools
 import pathlib
 from typing import Any
 
@@ -11,25 +10,40 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.studies import study_page
-from experiments.studies.study_page import DOCS
+from experiments.studies.study_page import DOCS, Kept
 from vqjax.lab.report import units
 from vqjax.lab.report.frames import markdown
 from vqjax.lab.report.plots import byte_axis
 from vqjax.lab.study import Study
 from vqjax.lab.study.page import difference
 from vqjax.lab.study.seeds import Interval, Results, Spread, results_by_seed
+from vqjax.lab.study.work import Work
 from vqjax.lm.pages import SERIES, blank
 
-NAMES = ("wikitext",)
-"""The studies."""
+FIRST = "wikitext"
+"""The study whose rows are tuned, and of which the page says the most."""
 
-works = functools.partial(study_page.works, "ngrams", NAMES)
+OTHERS = {"ptb": "Penn Treebank", "stories": "TinyStories"}
+"""Studies of further texts -> the texts."""
 
 FORMED = "65536", "262144"
 """Rows whose forms the page shows, and around whose tables the decoder is trained again."""
 
+OF_OTHERS = {
+  "at 1.5 bits, %": "steps by counts and gradients, 1.5 bits",
+  "at 0.8 bits, %": "steps by counts and gradients, 0.8 bits",
+  "int2, %": "int2, a scale a row",
+}
+"""Columns of the table of further texts -> forms."""
+
 SHOWN = {"by counts and gradients": "steps by counts and", "int8 to int2": "int"}
 """Series of the figure -> what the names of their forms begin with."""
+
+
+def works() -> dict[str, Work]:
+  """The studies with their kept results."""
+  of_texts = study_page.works("ngrams", OTHERS, file="texts.py")
+  return study_page.works("ngrams", (FIRST,)) | of_texts
 
 
 def memories_table(study: Study, results: Results) -> pd.DataFrame:
@@ -98,6 +112,27 @@ def again_table(study: Study, results: Results) -> pd.DataFrame:
   return pd.DataFrame(lines)
 
 
+def others_table(kept: Kept) -> pd.DataFrame:
+  """What tables and their forms do to the perplexity of the further texts."""
+  lines = []
+  for study_name, text in OTHERS.items():
+    study, results = kept[study_name]
+    for name in study.rows:
+      runs = _finished(results, name).values()
+      if not runs:
+        continue
+      tests = [kept["result"]["test"]["nats_per_token"] for kept in runs]
+      line = {"text": text, "memory": study.row(name).label}
+      line["nats a token"] = Spread.of(tests).show(3)
+      line["perplexity, %"] = _text(difference(study, results, name))
+      for title, form in OF_OTHERS.items():
+        scores = [kept["forms"][form]["nats_per_token"] for kept in runs if kept.get("forms")]
+        more = [score - dense for score, dense in zip(scores, tests)]
+        line[title] = str(Interval.of(more)) if more else None
+      lines.append(line)
+  return pd.DataFrame(lines)
+
+
 def bytes_figure(study: Study, results: Results) -> Figure | None:
   """Bytes of the table's forms against bits a byte, for each size of it."""
   sizes, series = [], {}
@@ -141,15 +176,14 @@ def _text(interval: Interval | None) -> str | None:
 
 def update(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks and figures of the page; return their paths."""
-  blocks, figures = {}, {}
   kept = study_page.current(works())
-  for name, (study, results) in kept.items():
-    tables = {"memories": memories_table(study, results)}
-    tables["again"] = again_table(study, results)
-    tables |= {f"forms-{row}": forms_table(study, results, row) for row in FORMED}
-    for title, table in tables.items():
-      blocks[f"{name}-{title}"] = markdown(table) if len(table) else units.MISSING
-    figures[f"ngrams-{name}.png"] = bytes_figure(study, results)
+  study, results = kept[FIRST]
+  tables = {f"{FIRST}-memories": memories_table(study, results)}
+  tables[f"{FIRST}-again"] = again_table(study, results)
+  tables |= {f"{FIRST}-forms-{row}": forms_table(study, results, row) for row in FORMED}
+  tables["others"] = others_table(kept)
+  blocks = {title: markdown(own) if len(own) else units.MISSING for title, own in tables.items()}
+  figures = {f"ngrams-{FIRST}.png": bytes_figure(study, results)}
   return study_page.publish_page(docs, "ngrams", kept, blocks, figures)
 
 

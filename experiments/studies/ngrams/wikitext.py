@@ -71,7 +71,7 @@ def decoder(dim: int) -> Transformer:
   return Transformer(embedding=embedding, head=head, dim=dim, layers=3, heads=5, context=128)
 
 
-def base(source: Source = WikiText(), steps: int = 1500) -> Experiment:
+def base(source: Source, steps: int) -> Experiment:
   """The decoder without a memory, on batches of 2,048 tokens."""
   train = Train(
     steps=steps,
@@ -134,8 +134,7 @@ BODY = (
 def around(source: str, bits: float | None, label: str, trainable: tuple[str, ...] = BODY) -> Row:
   """A row that trains all but the table of another row again, rounded to so many bits a weight."""
 
-  def continued(base: Experiment, run: Runs) -> Experiment:
-    del base
+  def continued(_: Experiment, run: Runs) -> Experiment:
     start = run(source)
     train = dataclasses.replace(
       start.experiment.train,
@@ -184,4 +183,4 @@ def study() -> Study:
       rows[f"{source}-around-{bits or 'dense'}"] = around(source, bits, label)
   # What the text, read again, and its learning rate do without a table.
   rows["none-around-dense"] = around("none", None, "no memory, trained for 150 steps more", ())
-  return Study(base(), rows, tune=tune, extensions=1, measure=forms_of)
+  return Study(base(WikiText(), 1500), rows, tune=tune, extensions=1, measure=forms_of)
