@@ -4,7 +4,9 @@ vqjax compress gemma-3-270m-q4_k_m.gguf --bytes 65MB --out small
 vqjax compress gemma-3-270m-q4_k_m.gguf --kl 0.01 --text news.txt code.txt --out small
 vqjax compress model.safetensors:lm_head.weight --bytes 1/16 --out head.safetensors
 vqjax compress table.npy --bytes 1/8 --counts counts.npy --hidden hidden.npy --out table.safetensors
-vqjax compress model.safetensors:ngrams --pages --bits 0.5 --counts counts.npy --out ngrams.small
+vqjax compress table.npy --pages --bits 0.5 --counts counts.npy --out ngrams.small
+vqjax compress qwen:model.layers.1.ple.ple_embedding.ngram_embedding --pages --bits 0.5 \
+  --text news.txt --out layer1.small
 vqjax compress large --bytes 1GB --table model.embed_tokens.weight moments.safetensors --out small
 """
 
@@ -19,6 +21,7 @@ from vqjax.commands.models import DTYPES, PRETRAINED, load_model
 from vqjax.lab.exits import say
 from vqjax.lm import checkpoints
 from vqjax.lm.checkpoints import RUNTIMES, Loaded, inspect
+from vqjax.lm.checkpoints.loading import variable_sources
 from vqjax.lm.compression.calibration import zipf_counts
 from vqjax.lm.compression.folders import (
   CompressionJob,
@@ -31,8 +34,9 @@ from vqjax.lm.compression.folders import (
 from vqjax.lm.compression.judging import TABLES
 from vqjax.lm.records import one_line
 from vqjax.lm.sources.readers import open_source
-from vqjax.lm.texts import check_different, data_path, read_texts
-from vqjax.lm.tokenizers.reading import find_tokenizer
+from vqjax.lm.texts import check_different, data_path, encode_text, read_texts
+from vqjax.lm.tokenizers.reading import check_size, find_tokenizer
+from vqjax.ops.ngrams import count_rows
 from vqjax.outputs import check_output
 from vqjax.tables import byte_budget, compress
 from vqjax.tables.container import UNPACKED
@@ -114,7 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser,
     "--pages",
     "write one table of any size in small blocks that are read at random, with memory that does not"
-    " grow with it; steps are by `--counts` of its rows",
+    " grow with it; steps are by `--counts` of its rows, or by how often `--text` reads them, where"
+    " the table is one of n-grams in the folder of its decoder",
   )
   flag(parser, "--drop", "with `--pages`: rows that have a count of 0 become the mean row")
   option(parser, "--block", "with `--pages`: rows that are decoded together", int)
@@ -159,12 +164,13 @@ def _misplaced(options: argparse.Namespace) -> str | None:
     return "`--drop` and `--block` are for `--pages`"
   if (options.pages or options.bits is not None) and _array_of(options.model) is None:
     return "`--pages` and `--bits` are for one table: give FILE.safetensors:TENSOR or ARRAY.npy"
-  if options.pages and (not options.counts or options.kl is not None):
-    return "`--pages` needs `--counts`, and `--bytes` or `--bits`"
+  if options.pages and (bool(options.counts) == bool(options.text) or options.kl is not None):
+    return "`--pages` needs `--counts` or `--text`, and `--bytes` or `--bits`"
   if options.pages and (options.hidden or options.moments):
     return "`--pages` needs no `--hidden` or `--moments`: a table of n-grams is only read"
   if _array_of(options.model) is not None:
-    if texts or options.table or options.compare or options.runtime != UNPACKED:
+    has_text = options.held_out or (options.text and not options.pages)
+    if has_text or options.table or options.compare or options.runtime != UNPACKED:
       return "one table needs no `--text`, `--table`, `--compare` or `--runtime`: nothing is run"
     if options.moments and (options.counts or options.hidden):
       return "`--moments` has the counts and hidden states: leave out `--counts` and `--hidden`"
@@ -244,9 +250,30 @@ def _paged(options: argparse.Namespace, table: Any) -> RowsReport:
     size = _bytes_at(options.bits, table)
   else:
     size = byte_budget(options.bytes, table.shape[0] * table.shape[1] * table.dtype.itemsize)
-  counts = _counts(options, table.shape[0])
+  counts = _counted(options, table.shape[0]) if options.text else _counts(options, table.shape[0])
   given = {"size": size, "drop": options.drop, "rows_of_block": options.block}
   return compress_rows(table, counts, options.out, **given)
+
+
+def _counted(options: argparse.Namespace, rows: int) -> np.ndarray:
+  """How often the texts read each row, by the hash that the table has in its decoder."""
+  path, tensor = _array_of(options.model)
+  tensor = (tensor or "").removesuffix(".weight")
+  source = open_source(data_path(path, kind="model"))
+  model = source.decoder()
+  variable_sources(source, model)  # of which the hashes are those of the config
+  names = [f"layers.{n}.ple.ple_embedding.ngram_embedding" for n in model.memory_blocks]
+  memories = [m for name, m in zip(names, model.memories) if f".{tensor}".endswith(f".{name}")]
+  if not memories:
+    raise ValueError(
+      f"`--text` needs a table of n-grams of {path}: {', '.join(names) or 'there is none'}; got"
+      f" {tensor!r}. Give `--counts`."
+    )
+  tokenizer = find_tokenizer(source)
+  check_size(tokenizer, model.head.vocab, source.path)
+  encoded = (encode_text(tokenizer, text) for text in read_texts(options.text).values())
+  tokens = (np.array(begin + own, np.int64) for begin, own in encoded)
+  return count_rows(memories[0].lookup.ngrams, tokens, rows=rows)
 
 
 def _compress_tensors(options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import scipy.special
+import tokenizers
 
 from tests.jitted import apply
 from vqjax import Int8, compress
@@ -22,6 +23,7 @@ configuration = pytest.importorskip("transformers.models.qwen4_exp.configuration
 VOCAB, END = 101, 3
 RNG = np.random.default_rng(0)
 TOKENS = np.where(RNG.random((2, 11)) < 0.2, END, RNG.integers(0, VOCAB, (2, 11)))
+TEXT = RNG.integers(0, VOCAB, 5000)
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +77,17 @@ def weight(model, layer):
   return model.model.layers[layer].ple.ple_embedding.ngram_embedding.weight
 
 
-def paged(folder, layer, tmp_path):
+def paged(folder, layer, tmp_path, *given):
   """A table that the command streams from the shards of the folder, by the counts of a text."""
-  lookup = dict(zip((0, 2), checkpoints.decoder(folder).memories))[layer].lookup
-  counts = count_rows(lookup.ngrams, RNG.integers(0, VOCAB, 5000), rows=lookup.table.vocab)
-  np.save(tmp_path / "counts.npy", counts)
+  if not given:
+    lookup = dict(zip((0, 2), checkpoints.decoder(folder).memories))[layer].lookup
+    counts = count_rows(lookup.ngrams, TEXT, rows=lookup.table.vocab)
+    np.save(tmp_path / "counts.npy", counts)
+    given = "--counts", str(tmp_path / "counts.npy")
   tensor = f"{folder}:model.layers.{layer}.ple.ple_embedding.ngram_embedding"
-  out = tmp_path / f"{layer}.safetensors"
-  given = "--pages", "--bits", "30", "--counts", str(tmp_path / "counts.npy"), "--out", str(out)
-  assert command.main([tensor, *given]) == 0
-  return out
+  out = tmp_path / f"{layer}-{given[0]}.safetensors"
+  code = command.main([tensor, "--pages", "--bits", "30", "--out", str(out), *given])
+  return out if code == 0 else code
 
 
 def run(model):
@@ -126,6 +129,20 @@ def test_a_decoder_scores_and_generates_as_in_transformers(
   expected = np.swapaxes(of_steps - scipy.special.logsumexp(of_steps, -1, keepdims=True), 0, 1)
   expected = np.take_along_axis(expected, made.tokens[..., None], -1)[..., 0]
   np.testing.assert_allclose(made.log_probs, expected, atol=1e-4)
+
+
+def test_the_command_counts_the_rows_that_a_text_reads(folder, tmp_path, capsys):
+  own = shutil.copytree(folder, tmp_path / "own")
+  words = tokenizers.models.WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0")
+  library = tokenizers.Tokenizer(words)
+  library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+  library.save(str(own / "tokenizer.json"))
+  text = tmp_path / "text.txt"
+  text.write_text(" ".join(f"w{n}" for n in TEXT))
+  by_text = paged(own, 2, tmp_path, "--text", str(text))
+  assert by_text.read_bytes() == paged(own, 2, tmp_path).read_bytes()
+  assert paged(own, 1, tmp_path, "--text", str(text)) == 1
+  assert "`--text` needs a table of n-grams of" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_named(model, folder, tmp_path):
