@@ -54,6 +54,13 @@ def test_the_file_has_codes_and_values_and_nothing_else(embedding, variables, tm
   assert (meta["d"], meta["K"], meta["M"]) == (str(D), str(K), str(q.subspaces))
 
 
+def test_an_average_of_packed_codes_is_refused():
+  data, values = np.arange(6, dtype=np.uint8), np.ones((2, 3, 2), np.float32)
+  small = CompactEmbedding(data, values, 11, 4, codes=3, subspaces=2, additive=False)
+  with pytest.raises(ValueError, match=r"`data` .* got float32\. Average and cast"):
+    jax.tree.map(lambda x: np.float32(0.9) * x, small)(np.arange(2))
+
+
 def test_a_file_has_the_usual_permissions_and_replaces_one_that_is_read(tmp_path):
   (tmp_path / "usual").touch()
   path = tmp_path / "small.safetensors"

@@ -105,7 +105,13 @@ class CompactEmbedding:
     """The vector of each token; nan for a token outside [0, V)."""
     check_arrays(tokens=tokens)
     known, token = in_vocabulary(value_of(tokens), self.vocab)
-    code = bit_packing.bit_unpacked_rows(jnp.asarray(self.data), token, self.subspaces, self.bits)
+    data = jnp.asarray(self.data)
+    if not jnp.issubdtype(data.dtype, jnp.integer):
+      raise ValueError(
+        f"`data` of a CompactEmbedding must be integers, the packed codes; got {data.dtype}."
+        " Average and cast `values`, `bias` and `basis` alone, and keep `data`."
+      )
+    code = bit_packing.bit_unpacked_rows(data, token, self.subspaces, self.bits)
     values, basis = jnp.asarray(self.values), self.basis
     basis = None if basis is None else jnp.asarray(basis)
     vectors = product.compose(code.astype(jnp.int32), values, self.additive, basis)

@@ -242,6 +242,12 @@ def test_added_tokens_of_a_folder_without_tokenizer_json_are_read(words):
   assert found.encode("e\u0301") == found.encode("\u00e9")  # Qwen's composes characters
 
 
+def test_a_named_token_keeps_its_flags(words):
+  mask = {"content": "<mask>", "lstrip": True}
+  write(words, special_tokens_map={"mask_token": mask}, added_tokens={"<mask>": 258})
+  assert of_folder(words).encode("hi  <mask>") == [256, 258]
+
+
 def test_settings_of_a_folder_without_tokenizer_json_are_kept(words):
   assert of_folder(words).encode("hi") == [256]
   config = {"add_bos_token": True, "bos_token": "<|endoftext|>", "add_prefix_space": True}
@@ -363,6 +369,13 @@ def test_a_tokenizer_model_has_one_id_for_each_control_and_added_token(model_fil
   write(tmp_path, added_tokens={"<x>": 5})
   with pytest.raises(ValueError, match="id of its own"):
     of_folder(tmp_path)
+
+
+def test_added_text_is_no_bytes_in_a_sequence_of_decoders_either():
+  model = of_words(["éé"], [USER_DEFINED]).model
+  model.decoder = library.decoders.Sequence([library.decoders.ByteLevel()])
+  found = reading.JsonTokenizer(model, None, [])
+  assert found.decode(found.encode("hiéé é")) == "hiéé é"
 
 
 def test_a_stream_keeps_the_space_of_a_word_after_a_token():

@@ -116,7 +116,7 @@ class JsonTokenizer:
     self.bos, self.eos = bos, tuple(eos)
     # Added tokens are text, but the library decodes their letters as bytes.
     self._verbatim = {}
-    if "ByteLevel" in type(model.decoder).__name__:
+    if "ByteLevel" in repr(model.decoder):  # alone, or in a sequence
       shown = {n: t.content for n, t in model.get_added_tokens_decoder().items() if not t.special}
       self._verbatim = {n: text for n, text in shown.items() if model.decode([n]) != text}
 
@@ -522,7 +522,7 @@ def _without_json(
   named = _named_tokens(settings, _optional(folder / "special_tokens_map.json"))
   numbers = _optional(folder / "added_tokens.json")
   # By default it is a special token of the classes that read merges.
-  special = named | {"default": "<|endoftext|>"}
+  special = named | {"default": AddedToken("<|endoftext|>", -1)}
   added = _added_tokens(folder, settings, numbers, known, special)
   number_of = known | {token.text: token.number for token in added}
   bos, eos = _ends_of(named, number_of.get, bos, eos)
@@ -543,10 +543,13 @@ def _without_json(
 
 
 def _ends_of(
-  named: Mapping[str, str], number_of: Callable[[str], int | None], bos: int | None, eos: list[int]
+  named: Mapping[str, AddedToken],
+  number_of: Callable[[str], int | None],
+  bos: int | None,
+  eos: list[int],
 ) -> tuple[int | None, list[int]]:
   """BOS and what ends a text: those of the config, or else the named tokens."""
-  own = {name: number_of(named[name]) for name in ("bos_token", "eos_token") if name in named}
+  own = {name: number_of(named[name].text) for name in ("bos_token", "eos_token") if name in named}
   bos = own.get("bos_token") if bos is None else bos
   return bos, eos or [n for n in [own.get("eos_token")] if n is not None]
 
@@ -556,7 +559,7 @@ NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def _add_beside(
-  folder: pathlib.Path, model: Any, settings: Mapping[str, Any], named: Mapping[str, str]
+  folder: pathlib.Path, model: Any, settings: Mapping[str, Any], named: Mapping[str, AddedToken]
 ) -> None:
   """Add the tokens to a tokenizer.json that the files beside it have in addition, or name."""
   known = model.get_vocab(with_added_tokens=True)
@@ -596,8 +599,8 @@ def _add_beside(
       stacklevel=2,
     )
   in_order = {f"{name}_token": named.get(f"{name}_token") for name in NAMES} | dict(named)
-  absent = {text: None for text in in_order.values() if text and text not in known}
-  add_tokens(model, [*new, *(AddedToken(t, -1) for t in absent if t not in {x.text for x in new})])
+  absent = {token.text: token for token in in_order.values() if token and token.text not in known}
+  add_tokens(model, [*new, *(t for t in absent.values() if t.text not in {x.text for x in new})])
 
 
 def _of_words(
@@ -656,8 +659,8 @@ def _setting(folder: pathlib.Path, settings: Mapping[str, Any], key: str, defaul
   return default if value is None else value
 
 
-def _named_tokens(*files: Mapping[str, Any]) -> dict[str, str]:
-  """The texts of special tokens in tokenizer_config.json and the like, by their names."""
+def _named_tokens(*files: Mapping[str, Any]) -> dict[str, AddedToken]:
+  """The special tokens in tokenizer_config.json and the like, by their names and without ids."""
   named = {}
   for settings in files:
     for key, value in settings.items():
@@ -668,9 +671,10 @@ def _named_tokens(*files: Mapping[str, Any]) -> dict[str, str]:
       if not many and not key.endswith("_token"):
         continue
       for at, entry in enumerate(values):
-        text = entry.get("content") if isinstance(entry, dict) else entry
-        if isinstance(text, str):
-          named[f"{key}/{at}" if many else key] = text
+        entry = entry if isinstance(entry, dict) else {"content": entry}
+        if isinstance(text := entry.get("content"), str):
+          token = AddedToken(text, -1, **{flag: entry.get(flag) is True for flag in FLAGS})
+          named[f"{key}/{at}" if many else key] = token
   return named
 
 
@@ -679,7 +683,7 @@ def _added_tokens(
   settings: Mapping[str, Any],
   numbers: Mapping[str, Any],
   known: Mapping[str, Any],
-  named: Mapping[str, str],
+  named: Mapping[str, AddedToken],
 ) -> list[AddedToken]:
   """The tokens of a folder without tokenizer.json that are matched as a whole.
 
@@ -688,11 +692,13 @@ def _added_tokens(
     settings: its tokenizer_config.json.
     numbers: its added_tokens.json, the ids of texts.
     known: ids of the vocabulary without added tokens.
-    named: texts of the special tokens.
+    named: the special tokens.
   """
-  special = {*named.values()}
-  added = {text: {"number": known[text]} for text in special if text in known}
-  added |= {text: {"number": number} for text, number in numbers.items()}
+  special = {t.text: {flag: getattr(t, flag) for flag in FLAGS} for t in named.values()}
+  added = {
+    text: {"number": known[text]} | flags for text, flags in special.items() if text in known
+  }
+  added |= {text: {"number": number} | special.get(text, {}) for text, number in numbers.items()}
   for number, entry in _setting(folder, settings, "added_tokens_decoder", {}).items():
     is_number = number.isdecimal() and len(number) < 10
     if not (is_number and isinstance(entry, dict) and isinstance(entry.get("content"), str)):
