@@ -176,6 +176,10 @@ MISTAKES = {
     lambda: compress("model.safetensors", bytes=1 / 4),
     "`table` must be an array of real numbers; got str",
   ),
+  "a table inside of jit": (
+    lambda: jax.jit(lambda x: compress(x, bytes=1 / 4))(WEIGHT),
+    "`table` must have values; got a traced array",
+  ),
   "fewer tokens for a tree": (
     lambda: jax.eval_shape(
       lambda: vqjax.HierarchicalHead(V, D).init(KEY, HIDDEN, TOKENS[:3], method="log_prob")

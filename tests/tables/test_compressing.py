@@ -427,6 +427,8 @@ def test_a_long_row_does_not_hide_the_errors_of_the_others():
   assert report.median_error < report.worst_error
   assert report.worst_row != 7
   assert "an outlier" in str(report)
+  table[7] /= 100
+  assert "an outlier" in str(vqjax.compress(table, method=vqjax.Product(16, 8)).report)
   even = vqjax.compress(table[8:], method=vqjax.Scalar(bits=3)).report
   assert even.median_error == pytest.approx(even.error, rel=0.2)
   assert "an outlier" not in str(even)

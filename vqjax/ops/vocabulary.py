@@ -63,6 +63,8 @@ def host_array(name: str, array: Any) -> np.ndarray:
   Raises:
     TypeError: it is not one of real numbers.
   """
+  if isinstance(array, jax.core.Tracer):
+    raise TypeError(f"`{name}` must have values; got a traced array. Call this outside of jit.")
   try:
     found = array if isinstance(array, np.ndarray) else np.asarray(array)
   except (TypeError, ValueError):

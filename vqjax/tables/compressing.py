@@ -60,6 +60,9 @@ MOST_STATES = 2**11
 ROUNDED = 1 / 64
 """Largest error, in nats, with which a bias is kept in float16."""
 
+HIDDEN = 4
+"""How often the median of errors is the error of which a report says that it is hidden."""
+
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -315,12 +318,12 @@ class Report:
   def __str__(self) -> str:
     """The report in one line."""
     outlier, medians = "", {"rows": self.median_error, "columns": self.median_column_error}
-    if hidden := [name for name, median in medians.items() if median > 10 * self.error]:
+    if hidden := [name for name, median in medians.items() if median > HIDDEN * self.error]:
       outlier = (
         f"; an outlier among the {' and the '.join(hidden)}, far longer than the others, makes the"
         f" error look small, which is {medians[hidden[-1]]:.3g} in the median of the {hidden[-1]}"
       )
-    if self.centred_error > 10 * self.error:
+    if self.centred_error > HIDDEN * self.error:
       outlier += (
         "; a mean row, far longer than what the rows differ by, makes the error look small, which"
         f" is {self.centred_error:.3g} about the mean row"
@@ -552,8 +555,6 @@ def _host(name: str, array: Any) -> np.ndarray:
 
 
 def _matrix(table: Any) -> np.ndarray:
-  if isinstance(table, jax.core.Tracer):
-    raise TypeError("`table` must have values; got a traced array. Call compress outside of jit.")
   rows = _host("table", table)
   if rows.ndim != 2 or not rows.size:
     raise ValueError(

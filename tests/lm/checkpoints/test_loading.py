@@ -328,7 +328,7 @@ def test_a_decoder_is_made_without_reading_weights(tied):
 
 
 def test_a_folder_means_what_it_means_to_transformers(tied, copied):
-  """The single file, a head that differs from the table, and a head that is the table."""
+  """The single file, the names of an index, and a head that is the table or differs from it."""
   file = copied / "model.safetensors"
   plain = safetensors.numpy.load_file(file)
   load = lambda: checkpoints.load(copied).variables["params"]
@@ -341,7 +341,12 @@ def test_a_folder_means_what_it_means_to_transformers(tied, copied):
   with pytest.warns(UserWarning, match="is read, as by transformers"):
     assert_equal_trees(load(), tied[2]["params"])
   file.unlink()
-  assert_equal_trees(load(), jax.tree.map(lambda x: 2 * x, tied[2]["params"]))
+  twice = jax.tree.map(lambda x: 2 * x, tied[2]["params"])
+  assert_equal_trees(load(), twice)
+  index.write_text(
+    json.dumps({"weight_map": dict.fromkeys([*plain, "lm_head.weight"], shard.name)})
+  )
+  assert_equal_trees(load(), twice)
   index.unlink()
   shard.unlink()
 

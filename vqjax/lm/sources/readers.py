@@ -193,7 +193,9 @@ def _read_safetensors(folder: pathlib.Path, only: pathlib.Path | None = None) ->
   config = read_json(folder / "config.json")
   files, expected = tensor_files.weight_files(folder, only)
   tensors = _tensors_of(files)
-  if absent := [name for name in expected if name not in tensors]:
+  # An index may name the head of a tied model, which is in no file.
+  known = {*tensors, HEAD} if _is_tied(config) else tensors
+  if absent := [name for name in expected if name not in known]:
     raise ValueError(
       f"{folder} must have the tensors of its index; got none named {_some(absent)}. Download the"
       " files again."
@@ -271,11 +273,9 @@ def _as_tied(
   A head without an embedding, of the two names that share memory, is the embedding. A head that
   differs from the embedding is a head of its own.
   """
-  family = FAMILIES.get(str(config.get("model_type")))
-  if family is None or HEAD not in tensors:
+  if HEAD not in tensors or not _is_tied(config):
     return config, tensors
-  if config.get("tie_word_embeddings", family.schema.tie_word_embeddings) is not True:
-    return config, tensors
+  family = FAMILIES[config["model_type"]]
   name = next(rule.name for rule in family.rules if rule.path == "embedding/weight")
   table = next((n for n in (family.prefix + name, name) if n in tensors), None)
   if table is None:
@@ -289,6 +289,14 @@ def _as_tied(
     )
     config = config | {"tie_word_embeddings": False}
   return config, tensors
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+  """Whether a config of a known family says that the head is the embedding."""
+  family = FAMILIES.get(str(config.get("model_type")))
+  if family is None:
+    return False
+  return config.get("tie_word_embeddings", family.schema.tie_word_embeddings) is True
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
