@@ -28,8 +28,8 @@ class NGramEmbedding(Layer):
 
   The table is any embedding, with a row of the hash for a token. Its rows should begin at zero: an
   n-gram that the training text hardly has then adds nothing, where rows of the default length add
-  noise, which is learned slowly and costs as many bits as what is learned. Source: Cheng et al.,
-  Conditional memory via scalable lookup, 2026 (arXiv 2601.07372), Section 2.2.
+  noise, which is learned slowly, and which costs bits in rows that no text reads. Source: Cheng et
+  al., Conditional memory via scalable lookup, 2026 (arXiv 2601.07372), Section 2.2.
 
   Example:
     >>> import jax
