@@ -146,7 +146,8 @@ class _RowGroups:
           f"`counts` must be finite and not negative; got {own[bad]} for row {first + bad}. Count"
           " the rows again."
         )
-      self.total += own.sum()
+      with np.errstate(over="ignore"):  # an infinite sum is an error below
+        self.total += own.sum()
       self.unread += int((own == 0).sum())
       tally += np.bincount(self._doublings(own), minlength=len(tally))
     if not np.isfinite(self.total):
