@@ -625,6 +625,13 @@ def test_one_table_is_streamed_by_the_counts_of_its_rows(tmp_path, capsys):
   save_file({"n.shard_1.weight": table}, tmp_path / "model" / "a.safetensors")
   wrong = f"{tmp_path}/model:n", "--bits", "2", "--out", str(tmp_path / "o"), *given[:3]
   assert "without shard 0" in refused(capsys, compress.main(list(wrong)))
+  flat, text = str(tmp_path / "counts.npy"), ["--text", str(tmp_path / "a.txt")]
+  sized = ["--bits", "2", "--pages", "--out", str(tmp_path / "o")]
+  line = refused(capsys, compress.main([flat, *sized, "--counts", flat]))
+  assert "must be a table [V, D]; got shape (3001,)" in line
+  np.save(tmp_path / "table.npy", table)
+  line = refused(capsys, compress.main([str(tmp_path / "table.npy"), *sized, *text]))
+  assert "`--text` needs FOLDER:TENSOR" in line
   for options in (["--drop"], ["--pages"], ["--pages", "--counts", "zipf", "--hidden", "h.npy"]):
     with pytest.raises(SystemExit):
       compress.main([f"{tmp_path}/model:n", "--bits", "2", "--out", "o", *options])

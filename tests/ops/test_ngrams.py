@@ -106,6 +106,7 @@ def test_a_table_is_read_by_the_share_that_the_readings_say():
   assert small.shared >= 5
   # Two texts, of which the second begins after `pad` and not after the first.
   assert ngrams.readings(of, np.array([[0, 1], [0, 2]]))[0].used == 3
+  assert str(ngrams.readings(of, np.array([1]))[0].entropy) == "0.0"
 
 
 def test_tokens_that_read_alike_have_the_rows_of_their_canonical_id():

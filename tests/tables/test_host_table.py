@@ -213,6 +213,17 @@ def test_a_table_is_open_once(tmp_path):
   assert kept.tb
 
 
+def test_a_closed_table_leaves_the_files_as_they_are(tmp_path):
+  with created(tmp_path / "table") as closed:
+    stepped(closed, 0, 2).flush(2)
+  with HostTable.open(tmp_path / "table") as table:
+    for change in (lambda: closed.flush(3), lambda: stepped(closed, 2, 3)):
+      with pytest.raises(ValueError, match="must be open; got one that was closed"):
+        change()
+    check_equal(state(table), in_memory(2))
+    assert _steps(tmp_path / "table")[-1] == 2
+
+
 def test_a_table_in_a_file_of_others_is_read_and_not_trained(tmp_path):
   tensor_files.save_file({"memory": TABLE}, tmp_path / "model.safetensors")
   tensors, _ = tensor_files.open_file(tmp_path / "model.safetensors")

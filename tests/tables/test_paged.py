@@ -175,10 +175,24 @@ def test_damage_is_named_where_it_is(path, tmp_path):
     SmallTable.load(damaged)
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1e25])
+def test_a_table_of_small_or_large_numbers_errs_as_others_do(tmp_path, scale):
+  table, counts, out = TABLE[:700].astype(float) * scale, COUNTS[:700], tmp_path / "t.safetensors"
+  options = {"size": 5000, "rows_of_block": 157}
+  report = compress_rows(table.astype(np.float32), counts.tolist(), out, **options)
+  found = SmallTable.load(out).table().astype(float)
+  error, length = (counts @ (x**2).sum(axis=1) for x in (found - table, table))
+  assert report.error == pytest.approx(error / length, rel=1e-3)
+  usual = compress_rows(TABLE[:700], counts, out, **options)
+  assert report.error == pytest.approx(usual.error, rel=0.1)
+
+
 @pytest.mark.parametrize(
   ("given", "message"),
   [
-    ({"counts": COUNTS[:-1]}, rf"each of the {V} rows of the table; got shape \({V - 1},\)"),
+    ({"counts": COUNTS[:-1]}, rf"each of the {V} rows of the table; got uint32 \({V - 1},\)"),
+    ({"counts": ["a"] * V}, "a number for each"),
+    ({"counts": np.full(V, 1e308)}, "must have a finite sum; got inf"),
     ({"counts": -COUNTS.astype(float)}, "not negative; got -"),
     ({"counts": 0 * COUNTS}, "must not be all 0: the text reads no row"),
     ({"table": np.where(np.arange(V)[:, None] == 5000, np.nan, TABLE)}, "infinity in row 5000"),

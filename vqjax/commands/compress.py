@@ -35,7 +35,7 @@ from vqjax.lm.compression.judging import TABLES
 from vqjax.lm.records import one_line
 from vqjax.lm.sources.readers import open_source
 from vqjax.lm.texts import check_different, data_path, encode_text, read_texts
-from vqjax.lm.tokenizers.reading import check_size, find_tokenizer
+from vqjax.lm.tokenizers.reading import check_size, find_tokenizer, load_tokenizer
 from vqjax.ops.ngrams import count_rows
 from vqjax.outputs import check_output
 from vqjax.tables import byte_budget, compress
@@ -240,12 +240,21 @@ def _compress_array(options: argparse.Namespace) -> None:
 
 def _bytes_at(bits: float, table: Any) -> int:
   """The bytes of a table at so many bits a number."""
+  _check_table(table)
   if not 0 < bits <= 32:
     raise ValueError(f"`--bits` must be in (0, 32]; got {bits}. Give 0.5.")
   return max(2, int(bits * table.shape[0] * table.shape[1] / 8))
 
 
+def _check_table(table: Any) -> None:
+  if len(table.shape) != 2:
+    raise ValueError(
+      f"`model` must be a table [V, D]; got shape {tuple(table.shape)}. Give a row for each token."
+    )
+
+
 def _paged(options: argparse.Namespace, table: Any) -> RowsReport:
+  _check_table(table)
   if options.bits is not None:
     size = _bytes_at(options.bits, table)
   else:
@@ -258,7 +267,12 @@ def _paged(options: argparse.Namespace, table: Any) -> RowsReport:
 def _counted(options: argparse.Namespace, rows: int) -> np.ndarray:
   """How often the texts read each row, by the hash that the table has in its decoder."""
   path, tensor = _array_of(options.model)
-  tensor = (tensor or "").removesuffix(".weight")
+  if tensor is None:
+    raise ValueError(
+      f"`--text` needs FOLDER:TENSOR, the table in the folder of its decoder; got {path}. Give"
+      " `--counts`."
+    )
+  tensor = tensor.removesuffix(".weight")
   source = open_source(data_path(path, kind="model"))
   model = source.decoder()
   variable_sources(source, model)  # of which the hashes are those of the config
@@ -269,7 +283,7 @@ def _counted(options: argparse.Namespace, rows: int) -> np.ndarray:
       f"`--text` needs a table of n-grams of {path}: {', '.join(names) or 'there is none'}; got"
       f" {tensor!r}. Give `--counts`."
     )
-  tokenizer = find_tokenizer(source)
+  tokenizer = load_tokenizer(source.path)
   check_size(tokenizer, model.head.vocab, source.path)
   encoded = (encode_text(tokenizer, text) for text in read_texts(options.text).values())
   tokens = (np.array(begin + own, np.int64) for begin, own in encoded)

@@ -661,7 +661,7 @@ def readings(of: XorHash | PolynomialHash | CanonicalHash, tokens: Tokens) -> li
           used=len(times),
           ngrams=len(ngrams),
           shared=int(times[times > 1].sum()),
-          entropy=float(-(share * np.log2(share)).sum()),
+          entropy=float((share * np.log2(1 / share)).sum()),
         )
       )
       head += 1

@@ -104,6 +104,7 @@ class HostTable:
     self._folder: pathlib.Path | None = None
     self._undo: io.FileIO | None = None
     self._lock: io.BufferedReader | None = None
+    self._is_closed = False
 
   @classmethod
   def create(
@@ -232,6 +233,7 @@ class HostTable:
   def close(self) -> None:
     """End the thread and close the files; what was done after the last `flush` will be lost."""
     self._threads.shutdown()
+    self._is_closed = True
     for file in (self._undo, self._lock):
       if file is not None:
         file.close()
@@ -254,6 +256,7 @@ class HostTable:
       IndexError: an id is outside [0, V).
     """
     ids = self._checked(ids)
+    self._check_open()
     if self._parts and hasattr(os, "posix_fadvise"):
       self._threads.submit(self._read_ahead, ids)
 
@@ -277,10 +280,11 @@ class HostTable:
 
     Raises:
       IndexError: an id is outside [0, V).
-      ValueError: shapes do not fit, `decay` is out of range, or the table is only read.
+      ValueError: shapes do not fit, `decay` is out of range, or the table is only read or closed.
     """
     if self.moment is None:
       raise ValueError("a table without moments must only be read; got an update. Give `moment`.")
+    self._check_open()
     check_decay(decay)
     ids, gradients = self._checked(ids), host_array("gradients", gradients)
     check_step(self.weight.shape, ids, gradients)
@@ -304,10 +308,11 @@ class HostTable:
       step: a number above that of the last call; 0 is that of `create`.
 
     Raises:
-      ValueError: the step is not above the last one, or the table has no folder.
+      ValueError: the step is not above the last one, or the table has no folder or is closed.
     """
     if self._folder is None:
       raise ValueError("a table in memory must be kept by its owner; got no folder. Use create.")
+    self._check_open()
     kept = _steps(self._folder)
     if not is_count(step) or step <= kept[-1]:
       raise ValueError(
@@ -346,6 +351,13 @@ class HostTable:
   def _written(self):
     for part in self._parts:
       part.flush()
+
+  def _check_open(self) -> None:
+    # Without the lock, the files may be those of another process by now.
+    if self._is_closed:
+      raise ValueError(
+        f"the table of {self._folder} must be open; got one that was closed. Use HostTable.open."
+      )
 
   def _checked(self, ids) -> np.ndarray:
     ids, count = host_array("ids", ids), len(self.weight)

@@ -146,9 +146,14 @@ class _RowGroups:
           f"`counts` must be finite and not negative; got {own[bad]} for row {first + bad}. Count"
           " the rows again."
         )
-      self.total += own.sum()
+      with np.errstate(over="ignore"):  # an infinite sum is an error below
+        self.total += own.sum()
       self.unread += int((own == 0).sum())
       tally += np.bincount(self._doublings(own), minlength=len(tally))
+    if not np.isfinite(self.total):
+      raise ValueError(
+        f"`counts` must have a finite sum; got {self.total}. Divide them by the largest one."
+      )
     if not self.total:
       raise ValueError(
         "`counts` must not be all 0: the text reads no row. Count the rows of a text that the model"
@@ -228,6 +233,7 @@ def compress_rows(
     ValueError: the table or the counts have a wrong shape or value, or no step reaches the size.
   """
   started = time.perf_counter()
+  counts = np.asanyarray(counts)
   vocab, dim = _checked(table, counts)
   restart = max(1, NUMBERS // dim) if rows_of_block is None else rows_of_block
   most = (2 * container.NUMBERS_OF_A_LANE - 1) // dim
@@ -239,7 +245,9 @@ def compress_rows(
   groups = _RowGroups(counts, SMOOTHING, drop)
   coordinates, some = _sampled(table, groups, np.random.default_rng(seed))
   largest = float(np.abs(some.x).max())
-  limits = max(LEAST_STEP, 1.01 * largest / MOST_LEVELS), max(LARGEST_STEP, 2.1 * largest)
+  # A table of small numbers needs small steps.
+  least = LEAST_STEP * min(1.0, largest or 1.0)
+  limits = max(least, 1.01 * largest / MOST_LEVELS), max(LARGEST_STEP, 2.1 * largest)
   known: dict[float, tuple[container.Distributions, int]] = {}
 
   def measure(step: float) -> Point:
@@ -254,9 +262,10 @@ def compress_rows(
     while True:
       point, _ = search(measure, size=aim, limits=limits, close=CLOSE)
       if point.bytes > aim or passes == MOST_PASSES:
-        least = known[limits[1]][1]
+        # Files that were written were larger than the sample says.
+        lowest = max(known[limits[1]][1], size + 1 if passes else 0)
         raise ValueError(
-          f"`size` must be reachable: the least size of this table is about {least:,} bytes; got"
+          f"`size` must be reachable: the least size of this table is about {lowest:,} bytes; got"
           f" {size:,}. Give more, larger blocks, or drop the rows that are not read."
         )
       passes += 1
@@ -286,10 +295,10 @@ def _checked(table, counts):
       " a row for each token or n-gram."
     )
   vocab, dim = table.shape
-  if np.shape(counts) != (vocab,):
+  if counts.shape != (vocab,) or counts.dtype.kind not in "biuf":
     raise ValueError(
-      f"`counts` must have a number for each of the {vocab} rows of the table; got shape"
-      f" {np.shape(counts)}. Count by the hash of this table, padded with 0 for rows that no"
+      f"`counts` must have a number for each of the {vocab} rows of the table; got {counts.dtype}"
+      f" {counts.shape}. Count by the hash of this table, padded with 0 for rows that no"
       " n-gram has: count_rows(hash, tokens, rows=...)."
     )
   return vocab, dim
@@ -370,7 +379,8 @@ def _write(partial, table, coordinates, step, model):
     by_block = lambda y: y.reshape(-1, restart, *y.shape[1:])
     words, lengths = entropy_coder.encode_blocks(by_block(levels), by_block(padded), model)
     found = (levels[: len(rows)] * steps[owner][:, None]) @ inverse + coordinates.mean
-    error, length = (np.einsum("nd,nd->n", y, y) for y in (found - rows, rows))
+    wide = (y.astype(np.float64) for y in (found - rows, rows))  # squares may leave float32
+    error, length = (np.einsum("nd,nd->n", y, y) for y in wide)
     counts = groups.counts(own)
     release(part)
     unread = counts == 0

@@ -144,6 +144,10 @@ def test_the_command_counts_the_rows_that_a_text_reads(folder, tmp_path, capsys)
   given = "--pages", "--bits", "8", "--text", str(text), "--out", str(tmp_path / "head")
   assert command.main([f"{own}:lm_head.weight", *given]) == 2
   assert "`--text` needs a table of n-grams of" in capsys.readouterr().err
+  (own / "tokenizer.json").unlink()
+  table = f"{own}:model.layers.2.ple.ple_embedding.ngram_embedding"
+  assert command.main([table, *given]) == 2
+  assert "must have a tokenizer: tokenizer.json" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_named(model, folder, tmp_path):
