@@ -221,6 +221,10 @@ def _compress_array(options: argparse.Namespace) -> None:
   file = data_path(path, kind="model")
   check_output(options.out, "--out", folder=False)
   table = _array(path, "model") if tensor is None else open_rows(file, tensor)
+  if len(table.shape) != 2:
+    raise ValueError(
+      f"`model` must be a table [V, D]; got shape {tuple(table.shape)}. Give a row for each token."
+    )
   if options.pages:
     print(f"{_paged(options, table)}\nresult: {one_line(options.out)}")
     return
@@ -240,21 +244,12 @@ def _compress_array(options: argparse.Namespace) -> None:
 
 def _bytes_at(bits: float, table: Any) -> int:
   """The bytes of a table at so many bits a number."""
-  _check_table(table)
   if not 0 < bits <= 32:
     raise ValueError(f"`--bits` must be in (0, 32]; got {bits}. Give 0.5.")
   return max(2, int(bits * table.shape[0] * table.shape[1] / 8))
 
 
-def _check_table(table: Any) -> None:
-  if len(table.shape) != 2:
-    raise ValueError(
-      f"`model` must be a table [V, D]; got shape {tuple(table.shape)}. Give a row for each token."
-    )
-
-
 def _paged(options: argparse.Namespace, table: Any) -> RowsReport:
-  _check_table(table)
   if options.bits is not None:
     size = _bytes_at(options.bits, table)
   else:
