@@ -245,6 +245,7 @@ def test_gpt2_has_its_published_ids(gpt2, real_data):
   text = found.model.decode(ids.tolist(), skip_special_tokens=False)
   assert found.encode(text) == ids.tolist()
   assert found.vocab == 50257
+  assert max(reading.canonical_ids(found)) + 1 == 32_962  # as docs/ngrams.md says
 
 
 @pytest.mark.slow
