@@ -61,7 +61,7 @@ ROUNDED = 1 / 64
 """Largest error, in nats, with which a bias is kept in float16."""
 
 HIDDEN = 4
-"""How often the median of errors is the error of which a report says that it is hidden."""
+"""Ratio of the median error to the error from which a report says that an outlier hides it."""
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -323,7 +323,7 @@ class Report:
         f"; an outlier among the {' and the '.join(hidden)}, far longer than the others, makes the"
         f" error look small, which is {medians[hidden[-1]]:.3g} in the median of the {hidden[-1]}"
       )
-    if self.centred_error > HIDDEN * self.error:
+    if self.centred_error > 10 * self.error:
       outlier += (
         "; a mean row, far longer than what the rows differ by, makes the error look small, which"
         f" is {self.centred_error:.3g} about the mean row"

@@ -50,7 +50,7 @@ from vqjax.tables.coded import (
 )
 from vqjax.tables.container import PAGE, PAGES
 from vqjax.tables.moments import Moments
-from vqjax.tables.search import AIM, LARGEST_STEP, LEAST_STEP, Point, search
+from vqjax.tables.search import AIM, Point, search, step_limits
 from vqjax.tables.tensor_files import release
 
 __all__ = ["RowsReport", "compress_rows"]
@@ -244,10 +244,7 @@ def compress_rows(
     )
   groups = _RowGroups(counts, SMOOTHING, drop)
   coordinates, some = _sampled(table, groups, np.random.default_rng(seed))
-  largest = float(np.abs(some.x).max())
-  # A table of small numbers needs small steps.
-  least = LEAST_STEP * min(1.0, largest or 1.0)
-  limits = max(least, 1.01 * largest / MOST_LEVELS), max(LARGEST_STEP, 2.1 * largest)
+  limits = step_limits([float(np.abs(some.x).max())])
   known: dict[float, tuple[container.Distributions, int]] = {}
 
   def measure(step: float) -> Point:

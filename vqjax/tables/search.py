@@ -57,6 +57,20 @@ class Point:
   kl: float | None
 
 
+def step_limits(largest: Sequence[float]) -> tuple[float, float]:
+  """The least step, at which integers do not overflow, and one at which all of them are 0.
+
+  Args:
+    largest: largest magnitude of a coordinate of each table, where the step is 1.
+  """
+  # A table of small numbers needs small steps.
+  least = LEAST_STEP * min([1.0, *filter(None, largest)])
+  return (
+    max(least, 1.01 * max(largest) / MOST_LEVELS),
+    max(LARGEST_STEP, 2.1 * max(largest)),
+  )
+
+
 class Tables:
   """Tables as entropy-coded integers, at any step.
 
@@ -85,13 +99,7 @@ class Tables:
   @functools.cached_property
   def limits(self) -> tuple[float, float]:
     """The least step, at which integers do not overflow, and one at which all of them are 0."""
-    largest = [own.largest for own in self._coordinates.values()]
-    # A table of small numbers needs small steps.
-    least = LEAST_STEP * min([1.0, *filter(None, largest)])
-    return (
-      max(least, 1.01 * max(largest) / MOST_LEVELS),
-      max(LARGEST_STEP, 2.1 * max(largest)),
-    )
+    return step_limits([own.largest for own in self._coordinates.values()])
 
   def tables_at(self, step: float) -> dict[str, CodedTable]:
     """The tables as integers."""

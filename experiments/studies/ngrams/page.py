@@ -121,12 +121,12 @@ def others_table(kept: Kept) -> pd.DataFrame:
       runs = _finished(results, name).values()
       if not runs:
         continue
-      tests = [kept["result"]["test"]["nats_per_token"] for kept in runs]
+      tests = [own["result"]["test"]["nats_per_token"] for own in runs]
       line = {"text": text, "memory": study.row(name).label}
       line["nats a token"] = Spread.of(tests).show(3)
       line["perplexity, %"] = _text(difference(study, results, name))
       for title, form in OF_OTHERS.items():
-        scores = [kept["forms"][form]["nats_per_token"] for kept in runs if kept.get("forms")]
+        scores = [own["forms"][form]["nats_per_token"] for own in runs if own.get("forms")]
         more = [score - dense for score, dense in zip(scores, tests)]
         line[title] = str(Interval.of(more)) if more else None
       lines.append(line)

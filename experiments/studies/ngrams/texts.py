@@ -11,7 +11,7 @@ from vqjax.lab.study import Row, Study
 from vqjax.ops.ngrams import XorHash
 
 RATE, FACTOR = 6e-3, 45.0
-"""Learning rate, with and without a memory, and how often it the table's is."""
+"""Learning rate with and without a memory, and the ratio of the table's rate to it."""
 
 
 def ptb() -> Study:
