@@ -348,6 +348,7 @@ def bytes_of_others(folder):
   }
 
 
+@pytest.mark.programs(30)  # those of a model that is loaded, judged and saved
 @pytest.mark.parametrize("has_tokenizer", [True, False])
 def test_without_a_text_the_model_writes_its_own(has_tokenizer, folder, tmp_path, capsys):
   model = shutil.copytree(folder, tmp_path / "model")

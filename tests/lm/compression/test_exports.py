@@ -199,6 +199,7 @@ def test_a_table_with_nan_is_refused_and_leaves_nothing(model_file, tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ["broken.gguf"]
 
 
+@pytest.mark.programs(35)  # those of a model that is loaded, judged and saved
 def test_the_command_fits_tables_to_a_text(model_file, tmp_path, capsys):
   (tmp_path / "text").write_text("words of letters, and their sums: 12+3=15.\n" * 30)
   call = lambda *more: main(["export", str(model_file), *more])
