@@ -86,6 +86,14 @@ class RepresentativeContract(HeadContract):
     for argument, method in ((tokens, "log_prob"), (1, "top_k")):
       with jax.set_mesh(other), pytest.raises(ValueError, match=message):
         head.apply(variables, hidden, argument, method=method)
+    part = jax.shard_map(
+      lambda h: head.clone(vocab_axis=("rows", "columns")).apply(variables, h, 1, method="top_k"),
+      in_specs=P("rows"),
+      out_specs=P("rows"),
+      axis_names={"rows"},
+    )
+    with jax.set_mesh(other), pytest.raises(ValueError, match="whole inside or outside"):
+      part(np.ones((4, self.dim), np.float32))
 
   @pytest.mark.slow
   def test_inside_of_a_shard_map_over_the_batch_each_device_does_its_rows(self, first_mesh_case):

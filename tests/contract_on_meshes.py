@@ -1,4 +1,4 @@
-"""The contract of output heads on a mesh: the vocabulary over one axis, the batch over others."""
+"""Output heads on a mesh: the vocabulary over one or two axes, the batch over the others."""
 
 import functools
 
@@ -60,7 +60,8 @@ class ContractOnMeshes:
   is_representative = False
 
   def spread(self, case, vocab, dim):
-    return self.cases[case](vocab, dim).clone(vocab_axis="model")
+    axis = "model" if case == mesh_cases(type(self))[0] else ("fsdp", "model")
+    return self.cases[case](vocab, dim).clone(vocab_axis=axis)
 
   @pytest.fixture
   def first_mesh_case(self):

@@ -273,7 +273,7 @@ def test_integer_tables_that_were_averaged_are_named():
     ({"z_loss": float("nan")}, "a number; got nan"),
     ({"token_bias": 3}, "True or False; got 3"),
     ({"codes": True}, "an integer; got True"),
-    ({"vocab_axis": 3}, "a name; got 3"),
+    ({"vocab_axis": 3}, "a name or a tuple of names; got 3"),
     ({"codebook_init": 5}, "an initialiser or an array; got 5"),
     ({"dtype": np.int32}, "a floating-point dtype; got"),
   ],

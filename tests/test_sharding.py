@@ -60,6 +60,8 @@ def test_several_processes_use_all_their_devices():
     (("vocab", "table_embed"), (53, 16), P(None, ("fsdp", "model"))),  # a prime vocabulary
     (("vocab", "table_embed"), (53, 6), P(None, ("fsdp",))),
     (("vocab", "table_embed"), (53, 7), P(None, None)),
+    (("ngrams", "table_embed"), (64, 16), P(("fsdp", "model"), None)),
+    (("ngrams", "table_embed"), (54, 16), P(("model",), ("fsdp",))),
     (("embed", "vocab"), (16, 64), P(("fsdp",), ("model",))),
     (
       ("layers", "embed", "qkv", "heads", "head_dim"),

@@ -22,7 +22,7 @@ from vqjax.assign.text import TextStats
 from vqjax.ops import precision, vocab_parallel
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.ops.vocabulary import is_count
-from vqjax.types import Size
+from vqjax.types import MeshAxes, Size
 from vqjax.variables import Declaration, Variable
 
 __all__ = []
@@ -216,6 +216,9 @@ def wanted(field: dataclasses.Field, value: Any, bounded: bool = True) -> str | 
     return None if callable(value) else "an initialiser or an array"
   if value is None and "None" in kinds:
     return None
+  if kinds[0] == "MeshAxes":
+    several = isinstance(value, tuple) and value and all(isinstance(name, str) for name in value)
+    return None if isinstance(value, str) or several else "a name or a tuple of names"
   if kinds[0] == "tuple[int, ...]":
     is_right = isinstance(value, tuple) and all(map(is_count, value))
     return None if is_right else "a tuple of integers"
@@ -260,13 +263,13 @@ class VocabularyLayer(Layer):
   Attributes:
     vocab: number of tokens, V.
     dim: width of the vectors, D.
-    vocab_axis: mesh axis over which the vocabulary is sharded (`jax.set_mesh`). None, or without
-      a mesh: every device holds the whole vocabulary.
+    vocab_axis: mesh axis over which the vocabulary is sharded (`jax.set_mesh`), or several. None,
+      or without a mesh: every device holds the whole vocabulary.
   """
 
   vocab: int
   dim: int
-  vocab_axis: str | None = dataclasses.field(default=None, kw_only=True)
+  vocab_axis: MeshAxes | None = dataclasses.field(default=None, kw_only=True)
 
   @final
   @classmethod

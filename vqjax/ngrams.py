@@ -70,6 +70,12 @@ class NGramEmbedding(Layer):
         f" {type(self.table).__name__}({self.ngrams.rows}, {self.table.dim}, ...)."
       )
 
+  def logical_axes(self) -> dict:
+    """Names of the axes of every variable; the rows of the table are "ngrams"."""
+    of_table = {"vocab": "ngrams"}
+    rename = lambda names: tuple(of_table.get(name, name) for name in names)
+    return jax.tree.map(rename, super().logical_axes(), is_leaf=lambda x: isinstance(x, tuple))
+
   def flops_per_token(self) -> int:
     """The operations of the rows that a token reads."""
     return self.ngrams.heads * self.table.flops_per_token()

@@ -39,6 +39,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Integer
 from vqjax.ops import vocab_parallel
 from vqjax.ops.host_memory import read_rows, write_rows
 from vqjax.ops.vocabulary import check_arrays, values_of
+from vqjax.types import MeshAxes
 
 __all__ = ["RowMoments", "rowwise", "update_rows", "value_and_grad"]
 
@@ -246,7 +247,7 @@ def update_rows(
   *,
   decay: float | None = None,
   epsilon: float = 1e-8,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> tuple[Float[Array, "V D"], Float[Array, "V"]]:
   """A table and its moments after a step, from the gradients of the rows that were read.
 
@@ -266,8 +267,8 @@ def update_rows(
     learning_rate: a number.
     decay: as of `rowwise`.
     epsilon: as of `rowwise`.
-    vocab_axis: mesh axis over which the rows are sharded, or None. Every device of it reads all
-      ids and gradients, and changes its own rows.
+    vocab_axis: mesh axis over which the rows are sharded, several, or None. Every device of it
+      reads all ids and gradients, and changes its own rows.
 
   Raises:
     ValueError: shapes do not fit, `decay` is out of range, or the devices do not divide the rows.
@@ -300,7 +301,9 @@ def _by_device(local, given, axis):
       f" a table of {rows + -rows % count} rows, of which the last are not read."
     )
   specs = (P(axis), P(axis), P(), P(), P()), (P(axis), P(axis))
-  mapped = jax.shard_map(local, in_specs=specs[0], out_specs=specs[1], axis_names={axis})
+  mapped = jax.shard_map(
+    local, in_specs=specs[0], out_specs=specs[1], axis_names={*vocab_parallel.names_of(axis)}
+  )
   # Outside of jit a shard_map that leaves axes automatic is an error.
   return jax.jit(mapped)(*given)
 

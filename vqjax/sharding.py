@@ -33,6 +33,8 @@ AXES = ("data", "fsdp", "model")
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
   ("batch", ("data", "fsdp")),
   ("vocab", ("model",)),
+  ("ngrams", ("fsdp", "model")),
+  ("ngrams", ("model",)),
   ("codes", ("model",)),
   ("groups", ("model",)),
   ("heads", ("model",)),
@@ -45,7 +47,8 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Pairs (logical axis, mesh axes), in order of preference.
 
 `table_embed` is the width of a table with a row for each token, code or group: if its rows cannot
-be sharded over `model`, its width is, so that no device holds the whole table.
+be sharded over `model`, its width is, so that no device holds the whole table. The rows of a table
+of `ngrams` are over all axes of parameters: a step reads few of them, and gathers none.
 """
 
 

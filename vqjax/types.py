@@ -11,11 +11,13 @@ The letters are used as suffixes of array names and in jaxtyping signatures:
 
 from typing import Any, NamedTuple
 
-__all__ = ["Dtype", "Shape", "Size"]
+__all__ = ["Dtype", "MeshAxes", "Shape", "Size"]
 
 Dtype = Any
 """A type that `jnp.dtype` accepts."""
 
+MeshAxes = str | tuple[str, ...]
+"""A mesh axis, or several in the order in which they number devices, as in a `PartitionSpec`."""
 
 Shape = tuple[Any, ...]
 """Lengths of axes: integers, or the symbols of `jax.export`."""

@@ -144,8 +144,10 @@ Declaration = Mapping[str, Any]
 
 
 def logical_axes(declaration: Declaration) -> dict:
-  """Names of the axes by collection, a tree with tuples as leaves."""
-  return _by_collection(declaration, lambda variable: variable.axes)
+  """Names of the axes by collection, a tree with tuples as leaves; a layer names its own."""
+  return _by_collection(
+    declaration, lambda variable: variable.axes, lambda layer: layer.logical_axes()
+  )
 
 
 def count_and_bytes(declaration: Declaration) -> tuple[int, int]:
@@ -179,14 +181,18 @@ def by_collection(declaration: Declaration, arrays: Mapping[str, Any]) -> dict[s
   return trees
 
 
-def _by_collection(declaration: Declaration, leaf: Callable[[Variable], Any]) -> dict:
+def _by_collection(
+  declaration: Declaration, leaf: Callable[[Variable], Any], of_layer: Callable | None = None
+) -> dict:
+  """The leaves of the variables, as trees by collection; those of a layer by `of_layer`."""
+  of_layer = of_layer or (lambda layer: _by_collection(layer.declare(), leaf))
   trees: dict[str, dict] = {}
   for name, part in declaration.items():
     if isinstance(part, Variable):
       trees.setdefault(part.collection, {})[name] = leaf(part)
       continue
-    nested = part if isinstance(part, Mapping) else part.declare()
-    for collection, tree in _by_collection(nested, leaf).items():
+    is_dict = isinstance(part, Mapping)
+    for collection, tree in (_by_collection(part, leaf) if is_dict else of_layer(part)).items():
       trees.setdefault(collection, {})[name] = tree
   return trees
 

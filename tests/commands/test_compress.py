@@ -633,6 +633,12 @@ def test_one_table_is_streamed_by_the_counts_of_its_rows(tmp_path, capsys):
   np.save(tmp_path / "table.npy", table)
   line = refused(capsys, compress.main([str(tmp_path / "table.npy"), *sized, *text]))
   assert "`--text` needs FOLDER:TENSOR" in line
+  rows = str(tmp_path / "table.npy")
+  line = refused(capsys, compress.main([rows, *sized, "--counts", "zipf", "--block", "10000"]))
+  assert "`--block` must be in" in line
+  np.save(tmp_path / "table.npy", table.astype(jax.numpy.bfloat16))
+  line = refused(capsys, compress.main([rows, *sized, "--counts", "zipf"]))
+  assert "as NumPy writes bfloat16. Write float32" in line
   for options in (["--drop"], ["--pages"], ["--pages", "--counts", "zipf", "--hidden", "h.npy"]):
     with pytest.raises(SystemExit):
       compress.main([f"{tmp_path}/model:n", "--bits", "2", "--out", "o", *options])

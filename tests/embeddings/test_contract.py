@@ -128,7 +128,7 @@ def test_on_eight_devices_vectors_terms_and_gradients_are_those_of_one(name, emb
 
   expected = jax.device_get(run(embedding, tokens))
   with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"))):  # explicit axes
-    spread = embedding.clone(vocab_axis="model")
+    spread = embedding.clone(vocab_axis=("data", "model"))
     found = jax.device_get(run(spread, jax.device_put(tokens, jax.P("data"))))
   assert np.isnan(found[0][1][0][0, 0]).all()
   # The loss is a float32 sum of 32·D terms, in another order on the mesh.

@@ -21,6 +21,7 @@ from tests.jitted import random_variables
 from vqjax import embeddings, heads, quantizers
 from vqjax import nnx as layers
 from vqjax.layer import Layer
+from vqjax.ops.ngrams import XorHash
 
 V, D = 101, 12
 
@@ -374,6 +375,14 @@ def test_an_abstract_model_has_the_sharding_of_the_rules():
   assert not odd.weight.get_metadata().get("out_sharding")  # four devices do not divide 101 rows
   without = nnx.eval_shape(make)  # no mesh in context
   assert nnx.get_partition_spec(nnx.state(without))["weight"].get_value() == P("model", "data")
+
+
+def test_a_table_of_ngrams_is_created_over_its_own_axes():
+  hashed, axes = XorHash.qwen4(101, 3, heads=2, least=100), ("data", "model")
+  table = embeddings.DenseEmbedding(hashed.rows + -hashed.rows % 8, D, vocab_axis=axes)
+  with jax.set_mesh(jax.make_mesh((2, 4), axes, (AxisType.Auto,) * 2)):
+    made = nnx.eval_shape(lambda: layers.NGramEmbedding(hashed, table, rngs=nnx.Rngs(0)))
+  assert made.table.weight.get_metadata()["out_sharding"] == (axes, None)
 
 
 def test_an_optimizer_steps_on_explicit_axes():

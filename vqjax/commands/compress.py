@@ -213,6 +213,11 @@ def _array(path: str, kind: str) -> np.ndarray:
       f"`{kind}` must be a file .npy of numbers; got {file} ({one_line(error)}). Write it"
       " with numpy.save."
     ) from None
+  if found.dtype.kind == "V":
+    raise ValueError(
+      f"`{kind}` must be a file .npy of numbers; got {file} of {found.dtype}, as NumPy writes"
+      " bfloat16. Write float32, or a safetensors file and FILE:TENSOR."
+    )
   return found
 
 
@@ -256,7 +261,12 @@ def _paged(options: argparse.Namespace, table: Any) -> RowsReport:
     size = byte_budget(options.bytes, table.shape[0] * table.shape[1] * table.dtype.itemsize)
   counts = _counted(options, table.shape[0]) if options.text else _counts(options, table.shape[0])
   given = {"size": size, "drop": options.drop, "rows_of_block": options.block}
-  return compress_rows(table, counts, options.out, **given)
+  budget = "--bytes" if options.bits is None else "--bits"
+  try:
+    return compress_rows(table, counts, options.out, **given)
+  except ValueError as error:
+    text = str(error).replace("`rows_of_block`", "`--block`").replace("`size`", f"`{budget}`")
+    raise ValueError(text) from None
 
 
 def _counted(options: argparse.Namespace, rows: int) -> np.ndarray:

@@ -28,7 +28,7 @@ from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.layer import Layer
 from vqjax.ops import trellis, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
-from vqjax.types import Dtype
+from vqjax.types import Dtype, MeshAxes
 from vqjax.variables import Declaration, Initializer, Variable, integer_variable
 
 __all__ = ["PackedEmbedding"]
@@ -162,7 +162,7 @@ class PackedEmbedding(PackedRows, Embedding):
 
 
 def placed_rows(
-  arrays: Arrays, vocab: int, vocab_axis: str | None
+  arrays: Arrays, vocab: int, vocab_axis: MeshAxes | None
 ) -> tuple[tuple[Array, Array], dict[str, Array]]:
   """What the rows that this device holds are composed of.
 

@@ -41,12 +41,13 @@ from jaxtyping import ArrayLike
 
 from vqjax import layer as linen_layer
 from vqjax.embeddings import DenseEmbedding
-from vqjax.types import Size
+from vqjax.types import MeshAxes, Size
 from vqjax.variables import Variable, shape_remedy
 
 __all__ = ["AxisRules", "Codes", "Layer", "LayerState", "VocabularyLayer"]
 
-# Logical axis, as in `logical_axes()`, -> axes of the mesh; an absent one is not sharded.
+# Logical axis, as a layer's own `logical_axes()` names it, -> axes of the mesh; an absent one is
+# not sharded.
 AxisRules = Mapping[str, str | tuple[str, ...] | None]
 
 
@@ -139,9 +140,9 @@ class Layer(nnx.Module):
     if isinstance(given.get("embedding"), (nnx.Embed, nnx.Param)):
       shared["embedding"] = given["embedding"]
     self.layer = self.of(**given | {name: _linen(value) for name, value in shared.items()})
-    rules = axis_rules
-    if rules is None:
-      rules = {"vocab": getattr(self.layer, "vocab_axis", None)}
+    rules, axis = axis_rules, getattr(self.layer, "vocab_axis", None)
+    if rules is None and axis:
+      rules = {"vocab": axis}
     # In the order of the declaration: a variable with a `source` reads one that is there already.
     is_tree = not getattr(config, "nnx_graph_mode", True)
     for name, part in self.layer._checked().items():
@@ -150,7 +151,7 @@ class Layer(nnx.Module):
       held = shared[name] if name in shared else self._create(part, rngs, rules)
       setattr(self, self._attribute(name), held)
 
-  def _create(self, part: Any, rngs: nnx.Rngs, rules: AxisRules) -> Any:
+  def _create(self, part: Any, rngs: nnx.Rngs, rules: AxisRules | None) -> Any:
     """The variable, the layer or the dict of variables of a part of the declaration."""
     if isinstance(part, linen_layer.Layer):
       return _of_linen(part, rngs, rules)
@@ -160,7 +161,7 @@ class Layer(nnx.Module):
       source = getattr(self, self._attribute(part.source)).get_value()
     else:
       source = rngs.params() if part.random else None
-    axes = tuple(rules.get(axis) for axis in part.axes)
+    axes = tuple((rules or {}).get(axis) for axis in part.axes)
     metadata = {}
     # Eager sharding of an array that the devices do not divide would be an error.
     if any(axes) and _divides(part.shape, axes):
@@ -194,9 +195,8 @@ class Layer(nnx.Module):
         " vqjax.convert.part_of(variables, 'embedding')."
       )
     layer = layer.clone(parent=None)
-    rules = {"vocab": getattr(layer, "vocab_axis", None)} if axis_rules is None else axis_rules
     # Shapes alone: nothing is initialised that the given values would replace.
-    made = nnx.eval_shape(lambda: _of_linen(layer, nnx.Rngs(0), rules))
+    made = nnx.eval_shape(lambda: _of_linen(layer, nnx.Rngs(0), axis_rules))
     shapes = lambda tree: {
       jax.tree_util.keystr(path, simple=True, separator="/"): jnp.shape(leaf)
       for path, leaf in jax.tree.leaves_with_path(tree)
@@ -314,7 +314,7 @@ class VocabularyLayer(Layer):
 
   vocab: int
   dim: int
-  vocab_axis: str | None
+  vocab_axis: MeshAxes | None
 
   @classmethod
   def from_tokens(
@@ -360,7 +360,7 @@ _NNX_CLASS: dict[type, type[Layer]] = {}
 _LINEN = "parent", "name"
 
 
-def _of_linen(layer: linen_layer.Layer, rngs: nnx.Rngs, rules: AxisRules) -> Layer:
+def _of_linen(layer: linen_layer.Layer, rngs: nnx.Rngs, rules: AxisRules | None) -> Layer:
   """A new NNX layer with the fields of a Linen layer."""
   of = type(layer)
   if of not in _NNX_CLASS:

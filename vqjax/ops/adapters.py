@@ -18,6 +18,7 @@ from vqjax.ops import vocab_parallel
 from vqjax.ops.row_factory import columns
 from vqjax.ops.softmax import linear_cross_entropy, linear_softmax
 from vqjax.ops.vocabulary import check_arrays
+from vqjax.types import MeshAxes
 
 __all__ = [
   "compute_chunked_logps",
@@ -106,7 +107,7 @@ def vocab_tiling_nnx_loss(
   config: Any,
   is_train: bool,
   *,
-  vocab_axis: str | None = "tensor",
+  vocab_axis: MeshAxes | None = "tensor",
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Summed loss with its z-loss, and the z-loss alone, as MaxText's vocabulary tiling has them.
 
@@ -142,7 +143,7 @@ def vocab_tiling_nnx_loss(
     mask=data["targets_segmentation"] != 0,
     softcap=softcap,
     dtype=dtype,
-    vocab_axis=vocab_axis if vocab_axis in vocab_parallel.axis_types() else None,
+    vocab_axis=vocab_axis if vocab_parallel.in_mesh(vocab_axis) else None,
   )
   # Both are sums: the caller divides by the number of targets, as with the original.
   z_loss = config.z_loss_multiplier * jnp.sum(stats.log_z**2)

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from vqjax.ops import precision, sampling, softmax, tiles, vocab_parallel
-from vqjax.types import Dtype
+from vqjax.types import Dtype, MeshAxes
 
 __all__ = []
 
@@ -37,7 +37,7 @@ def cluster_log_prob(
   removed: Float[Array, "V"] | None = None,
   *,
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of the tokens in a cluster; 0 for all others.
 
@@ -75,7 +75,7 @@ class _Plan(NamedTuple):
   tile: tiles.Tile
   shards: vocab_parallel.TokenShards
   dtype: Dtype | None
-  axis: str | None
+  axis: MeshAxes | None
 
 
 class _First(NamedTuple):

@@ -37,6 +37,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int8
 
 from vqjax.ops import device, narrow, sampling, topk, vocab_parallel
+from vqjax.types import MeshAxes
 
 __all__ = ["Best", "best"]
 
@@ -127,7 +128,7 @@ def bounds(
   rows: Int8Rows,
   vocab: int,
   finish: Callable[[Float[Array, "W *B"], Callable], Float[Array, "W *B"]],
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> sampling.Blocks:
   """Upper bounds of the scores weight · hidden, finished, a block of the vocabulary at a time.
 

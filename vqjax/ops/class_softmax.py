@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from vqjax.ops import precision, vocab_parallel
 from vqjax.ops.scores import exp_shift
-from vqjax.types import Dtype, Shape
+from vqjax.types import Dtype, MeshAxes, Shape
 
 __all__ = []
 
@@ -50,7 +50,7 @@ def log_prob_in_class(
   class_of_token: Int[Array, "*B"],
   classes: int,
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats and float32, of each token among the rows of its class.
 
@@ -76,7 +76,7 @@ class _Plan(NamedTuple):
   """Static values of the computation."""
 
   shards: vocab_parallel.TokenShards
-  axis: str | None
+  axis: MeshAxes | None
   classes: int
   dtype: jnp.dtype
 
@@ -302,7 +302,7 @@ def add_scores(
   return Normalizers(top, old.total * jnp.exp(old.top - shift) + total)
 
 
-def log_normalizers(local: Normalizers, vocab_axis: str | None) -> Float[Array, "*B C"]:
+def log_normalizers(local: Normalizers, vocab_axis: MeshAxes | None) -> Float[Array, "*B C"]:
   """log sum of exp(scores) of each class, over all devices; 0 without rows."""
   axis = vocab_parallel.inside(vocab_axis)
   top, total = local

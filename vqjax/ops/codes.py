@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 from vqjax.ops import sampling, softmax, symbolic, topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import in_vocabulary
-from vqjax.types import Dtype
+from vqjax.types import Dtype, MeshAxes
 
 __all__ = ["CodeSoftmax", "code_softmax"]
 
@@ -37,7 +37,7 @@ def log_mass(
   assignment: Int[Array, "V"],
   codes: int,
   bias: Float[Array, "V"] | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> Float[Array, "{codes}"]:
   """Log-mass of each code: log sum of exp(bias) over its tokens.
 
@@ -92,7 +92,7 @@ def code_softmax(
   temperature: float | int = 1.0,
   mean: bool = False,
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> CodeSoftmax:
   """Statistics of `tokens` under softmax(hidden · codebook[assignment]ᵀ + bias).
 
@@ -179,7 +179,7 @@ def all_code_scores(
   codebook: Float[Array, "k D"],
   codes: int,
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> Float[Array, "*B {codes}"]:
   """Scores hidden · codebookᵀ of all codes, float32, on all devices."""
   scores = softmax.linear_scores(hidden, codebook, dtype=dtype)
@@ -219,7 +219,7 @@ def best_tokens(
   bias: Float[Array, "V"] | None,
   vocab: int,
   k: int,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> topk.TopK:
   """The k highest of the tokens' scores, which are never all in memory.
 
@@ -269,7 +269,7 @@ def code_vectors(
   assignment: Int[Array, "V"],
   tokens: Integer[Array, "*B"],
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> Float[Array, "*B D"]:
   """Vector of each token's code, in `dtype` or in the dtype of the codebook.
 
@@ -301,7 +301,7 @@ def draw_within(
   assignment: Int[Array, "V"],
   codes: int,
   bias: Float[Array, "V"] | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> Int[Array, "*B"]:
   """A token of the given code, drawn in proportion to exp(bias).
 

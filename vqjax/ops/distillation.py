@@ -42,7 +42,7 @@ from vqjax.ops.sampling import Blocks
 from vqjax.ops.scores import ScoreOptions, check_softcap, exp_shift
 from vqjax.ops.tiles import Linear
 from vqjax.ops.vocabulary import TokenWeight, check_given, check_numbers
-from vqjax.types import Dtype
+from vqjax.types import Dtype, MeshAxes
 
 __all__ = [
   "Readings",
@@ -497,7 +497,7 @@ class _Plan(NamedTuple):
   """
 
   cut: tiles.Cut
-  axis: str | None
+  axis: MeshAxes | None
   mixture: float | None
 
   @property

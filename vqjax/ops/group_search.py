@@ -26,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import sampling, topk, vocab_parallel
+from vqjax.types import MeshAxes
 
 __all__ = []
 
@@ -95,7 +96,7 @@ def best_first_top_k(
   score_groups: _ScoreGroups,
   k: int,
   width: int = WIDTH,
-  axis: str | None = None,
+  axis: MeshAxes | None = None,
 ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"], Int[Array, "*B"]]:
   """The k most likely tokens: log-probabilities, positions, visited groups.
 
@@ -133,7 +134,7 @@ def best_first_top_k(
 
 
 def best_of_groups(
-  groups: Groups, log_best: Float[Array, "*B G"], k: int, axis: str | None = None
+  groups: Groups, log_best: Float[Array, "*B G"], k: int, axis: MeshAxes | None = None
 ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
   """The k most likely tokens and their positions, from the best token of each group.
 
@@ -192,7 +193,7 @@ def best_first_nucleus(
   slots: int,
   steps: int,
   width: int = WIDTH,
-  axis: str | None = None,
+  axis: MeshAxes | None = None,
 ) -> Nucleus:
   """A draw from the `top_p` nucleus, by best-first search.
 

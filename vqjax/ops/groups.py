@@ -29,7 +29,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
 from vqjax.ops import device, softmax, tiles, vocab_parallel
 from vqjax.ops.scores import exp_shift
-from vqjax.types import Dtype
+from vqjax.types import Dtype, MeshAxes
 
 __all__ = ["group_and_slot", "log_prob_in_group", "scaled"]
 
@@ -195,7 +195,7 @@ def slot_log_prob(
   group: Int[Array, "*B"],
   slot: Int[Array, "*B"],
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of a slot in its group.
 

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from vqjax.ops import topk, vocab_parallel
 from vqjax.ops.tiles import default_tile, edge
 from vqjax.ops.vocab_parallel import Sharded, varying
+from vqjax.types import MeshAxes
 
 __all__ = ["KMeansResult", "kmeans", "nearest_centers"]
 
@@ -61,7 +62,7 @@ def kmeans(
   weights: Float[Array, "N"] | None = None,
   iterations: int = 20,
   chunk: int | None = None,
-  axis: str | None = None,
+  axis: MeshAxes | None = None,
   sample: int | None = None,
 ) -> KMeansResult:
   """k-means clusters by Lloyd's iterations from k-means|| seeds.
@@ -160,7 +161,7 @@ class _Data(NamedTuple):
   weights: Array
   shift: Array
   chunk: int | None
-  axis: str | None
+  axis: MeshAxes | None
 
   def rows(self, index: Array) -> Array:
     """Points of all devices with the given indices."""
@@ -225,7 +226,7 @@ def _assign(data: _Data, centers_KD: Array) -> _Assigned:
   return lax.scan(step, empty, jnp.arange(-(-n // size), dtype=jnp.int32))[0]
 
 
-def _total(value: Any, axis: str | None) -> Any:
+def _total(value: Any, axis: MeshAxes | None) -> Any:
   return value if axis is None else lax.psum(value, axis)
 
 

@@ -26,7 +26,7 @@ from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.tiles import Linear
 from vqjax.ops.vocabulary import allowed_of, is_count, key_of
-from vqjax.types import Dtype
+from vqjax.types import Dtype, MeshAxes
 
 __all__ = ["linear_sample", "linear_top_k"]
 
@@ -68,7 +68,7 @@ def linear_top_k(
   *,
   softcap: float | int | None = None,
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
   precision: str | None = None,
 ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
   """The k most likely tokens under softmax(hidden · weightᵀ + bias), exactly.
@@ -119,7 +119,7 @@ def linear_sample(
   allowed: Bool[ArrayLike, "..."] | None = None,
   softcap: float | int | None = None,
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
   precision: str | None = None,
 ) -> Int[Array, "*B"]:
   """Draws from softmax(hidden · weightᵀ + bias), exactly; -1 where no token is allowed.

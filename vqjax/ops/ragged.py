@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from vqjax.ops import precision, vocab_parallel
-from vqjax.types import Dtype
+from vqjax.types import Dtype, MeshAxes
 
 __all__ = []
 
@@ -67,7 +67,7 @@ def unshared_slot_log_prob(
   group: Int[Array, "*B"],
   slot: Int[Array, "*B"],
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of a slot among those of its token's group.
 

@@ -136,7 +136,7 @@ def weighted_sum(
   if plan is None:
     return _tiled_sum(terms, cut, layer, row_PN, token_weight_PN)
   axis = vocab_parallel.inside(layer.options.vocab_axis)
-  layer, row_PN = vocab_parallel.varying((layer, row_PN), *([axis] if axis else []))
+  layer, row_PN = vocab_parallel.varying((layer, row_PN), axis)
   return _sum(plan, layer, token_weight_PN, row_PN)
 
 

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.ops import sampling, softmax, symbolic, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary, is_count
-from vqjax.types import Dtype
+from vqjax.types import Dtype, MeshAxes
 
 __all__ = []
 
@@ -97,7 +97,7 @@ def sampled_softmax(
   bias: Float[Array, "V"] | None = None,
   *,
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> SampledEstimate:
   """Estimates of `tokens` under softmax(hidden · weightᵀ + bias).
 

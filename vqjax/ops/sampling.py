@@ -36,7 +36,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 from vqjax.ops import device, topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import allowed_of, check_numbers, is_count
-from vqjax.types import Shape
+from vqjax.types import MeshAxes, Shape
 
 __all__ = ["Blocks", "best", "gumbel", "log_z", "sample"]
 
@@ -61,7 +61,7 @@ class Blocks(NamedTuple):
   count: int
   block: Callable[[Int[Array, ""]], tuple[Float[Array, "W *B"], Int[Array, "W"]]]
   batch: Shape
-  axis: str | None = None
+  axis: MeshAxes | None = None
 
   @property
   def indices(self) -> Int[Array, "count"]:
@@ -175,7 +175,7 @@ def row_blocks(
   rows: int,
   vocab: int,
   scores: Callable[[Callable], Float[Array, "W *B"]],
-  axis: str | None = None,
+  axis: MeshAxes | None = None,
   width: int | None = None,
 ) -> Blocks:
   """Blocks of consecutive tokens, from arrays that hold a row for each token.
@@ -215,7 +215,7 @@ def row_blocks(
 
 
 def stored_block(
-  scores: Float[Array, "V *B"], vocab: int, finish: Callable, axis: str | None = None
+  scores: Float[Array, "V *B"], vocab: int, finish: Callable, axis: MeshAxes | None = None
 ) -> Blocks:
   """One block of scores that exist, `row_blocks` of `finish(scores, cut)`."""
   rows, *batch = scores.shape
@@ -294,7 +294,7 @@ class _Exponentials(NamedTuple):
     total_B = self.total * jnp.exp(self.top - shift_B) + new_B.reshape(self.top.shape)
     return _Exponentials(top_B, total_B)
 
-  def log(self, axis: str | None) -> Float[Array, "*B"]:
+  def log(self, axis: MeshAxes | None) -> Float[Array, "*B"]:
     """The logarithm of the sum over all devices of `axis`."""
     if axis is None:
       return self.top + jnp.log(self.total)
@@ -545,7 +545,7 @@ def draw_among(
   tokens: Int[Array, "*B n"],
   key: PRNGKeyArray,
   top_p: Float[Array, "*B"] | float | int | None = None,
-  axis: str | None = None,
+  axis: MeshAxes | None = None,
 ) -> Int[Array, "*B"]:
   """A draw from the softmax over each row's own candidates, cut by `top_p`.
 

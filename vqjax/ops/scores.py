@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from vqjax.ops.precision import check_precision
 from vqjax.ops.vocabulary import check_numbers, is_count
-from vqjax.types import Dtype
+from vqjax.types import Dtype, MeshAxes
 
 __all__ = ["OutputFunction", "ScoreOptions", "SigSoftmax", "SigmoidCap"]
 
@@ -164,7 +164,7 @@ class ScoreOptions:
   output: OutputFunction | None = None
   tile: tuple[int, int] | None = None
   dtype: Dtype | None = None
-  vocab_axis: str | None = None
+  vocab_axis: MeshAxes | None = None
   scratch: int | None = None
   precision: str | None = None
   # The cap or the other function; None for none.

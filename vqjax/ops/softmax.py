@@ -31,7 +31,7 @@ from vqjax.ops.vocabulary import (
   in_vocabulary,
   is_count,
 )
-from vqjax.types import Dtype
+from vqjax.types import Dtype, MeshAxes
 
 __all__ = [
   "LinearSoftmax",
@@ -57,7 +57,7 @@ def linear_log_prob(
   scratch: int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
   precision: str | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of `tokens` under softmax(hidden · weightᵀ + bias).
@@ -105,7 +105,7 @@ def linear_softmax(
   scratch: int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
   precision: str | None = None,
 ) -> LinearSoftmax:
   """Statistics of `tokens` under softmax(hidden · weightᵀ + bias), exactly.
@@ -226,7 +226,7 @@ def linear_cross_entropy(
   scratch: int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
   precision: str | None = None,
 ) -> Float[Array, "*B"] | Float[Array, ""]:
   """Cross-entropy of each token, in nats, with label smoothing and z-loss; or their sum or mean.
@@ -394,7 +394,7 @@ def rows_scores(
   return narrow.weight_first(rows, hidden, jnp.float32)
 
 
-def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> Array:
+def log_softmax(scores: Float[Array, "*B V"], vocab_axis: MeshAxes | None = None) -> Array:
   """log softmax over the last axis, which may be sharded over `vocab_axis`."""
   axis = vocab_parallel.inside(vocab_axis)
   if axis is None:

@@ -39,6 +39,7 @@ from vqjax.ops.vocabulary import (
   check_numbers,
   in_vocabulary,
 )
+from vqjax.types import MeshAxes
 
 __all__ = [
   "TokenLogProbs",
@@ -323,7 +324,7 @@ class _Plan(NamedTuple):
   """Static description of a pass: see `linear_token_log_probs` for `rest`."""
 
   cut: tiles.Cut
-  axis: str | None
+  axis: MeshAxes | None
   rest: bool
 
 

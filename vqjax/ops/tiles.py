@@ -229,7 +229,7 @@ def on_each_device(
     if kept is not None and cut_tile(options.tile, size, 1, masked=True).tokens < size:
       order = _Order.of(shards.split(kept.reshape(n)))
     given = rows, hiddens, tokens
-    rows, hiddens, tokens = varying(given, *([inside] if inside else []))
+    rows, hiddens, tokens = varying(given, inside)
 
     def split(x):
       parts = shards.split(x.reshape(n, *x.shape[len(batch) :]))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from vqjax.ops import vocab_parallel
-from vqjax.types import Shape
+from vqjax.types import MeshAxes, Shape
 
 __all__ = []
 
@@ -46,7 +46,7 @@ def _joined(first, second):
   return TopK(score_Bk, jnp.take_along_axis(token_Bn, index_Bk, axis=-1))
 
 
-def across_devices(top: TopK, axis: str | None) -> TopK:
+def across_devices(top: TopK, axis: MeshAxes | None) -> TopK:
   """The top k over all devices of a manual mesh axis, equal on all of them.
 
   Each device sends its k candidates, not the scores they were selected from. Outside of the axis
@@ -61,7 +61,7 @@ def across_devices(top: TopK, axis: str | None) -> TopK:
 
 
 def winner(
-  score: Float[Array, "*B"], token: Int[Array, "*B"], axis: str | None
+  score: Float[Array, "*B"], token: Int[Array, "*B"], axis: MeshAxes | None
 ) -> Int[Array, "*B"]:
   """The token of the device with the highest score; the token outside of `axis`."""
   return across_devices(TopK(score[..., None], token[..., None]), axis).tokens[..., 0]

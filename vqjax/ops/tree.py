@@ -31,7 +31,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vqjax.ops import sampling, softmax, vocab_parallel
-from vqjax.types import Dtype
+from vqjax.types import Dtype, MeshAxes
 
 __all__ = []
 
@@ -42,7 +42,7 @@ def leaf_log_prob(
   paths: Int[Array, "*B L"],
   leaves: Int[Array, "*B"],
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of a leaf for each vector, given the path to it.
 
@@ -138,7 +138,7 @@ def draw_leaves(
   weight: Float[Array, "V D"],
   paths: Int[Array, "V L"],
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> Int[Array, "*B"]:
   """A leaf for each vector, drawn node by node from the root in O(N·L·D) time.
 
@@ -205,7 +205,7 @@ def leaf_blocks(
   tokens: Int[Array, "V"],
   vocab: int,
   dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> sampling.Blocks:
   """Blocks of the log-probabilities of consecutive leaves.
 

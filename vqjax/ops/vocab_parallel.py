@@ -1,7 +1,7 @@
-"""Sharding of a vocabulary over one mesh axis, and of tokens over all others.
+"""Sharding of a vocabulary over one or several mesh axes, and of tokens over all others.
 
 The mesh is the one in context (`jax.set_mesh`); without a mesh all functions leave arrays as they
-are. Rows are sharded over one named axis by `jax.shard_map`, and every other axis stays automatic:
+are. Rows are sharded over named axes by `jax.shard_map`, and every other axis stays automatic:
 `on_any_axes` makes explicit axes automatic for a computation and types its results. Tokens are laid
 out in as many shards as the automatic axes have devices, so that a loop over tiles of tokens slices
 inside each device's shard and never across devices.
@@ -27,6 +27,7 @@ from jaxtyping import Array
 
 from vqjax.ops.host_memory import is_on_host, read_rows
 from vqjax.ops.vocabulary import values_of
+from vqjax.types import MeshAxes
 
 __all__ = []
 
@@ -82,28 +83,44 @@ def platform() -> str:
   return devices().platform
 
 
-def axis_size(axis: str) -> int:
-  """Number of devices along an axis of the mesh in context."""
-  return jax.sharding.get_abstract_mesh().shape[axis]
+def names_of(axis: MeshAxes | None) -> tuple[str, ...]:
+  """The names of mesh axes; none for None."""
+  return (axis,) if isinstance(axis, str) else axis or ()
 
 
-def inside(axis: str | None) -> str | None:
-  """The axis if this code runs in a `shard_map` over it; None if arrays are whole."""
-  return axis if axis_types().get(axis) == AxisType.Manual else None
+def axis_size(axis: MeshAxes) -> int:
+  """Number of devices along axes of the mesh in context."""
+  return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names_of(axis))
 
 
-def rows_in_all(axis: str | None, rows: int) -> int:
+def inside(axis: MeshAxes | None) -> MeshAxes | None:
+  """The axes if this code runs in a `shard_map` over all of them; None if arrays are whole."""
+  return axis if _kinds_of(axis) == {AxisType.Manual} else None
+
+
+def in_mesh(axis: MeshAxes | None) -> bool:
+  """Whether the mesh in context has the axes."""
+  return bool(names_of(axis)) and None not in _kinds_of(axis)
+
+
+def _kinds_of(axis):
+  """The types of the axes in the mesh in context, None for an axis that it lacks."""
+  kinds = axis_types()
+  return {kinds.get(name) for name in names_of(axis)}
+
+
+def rows_in_all(axis: MeshAxes | None, rows: int) -> int:
   """Number of rows on all devices of an axis of which this device has `rows`."""
   return rows if inside(axis) is None else rows * axis_size(axis)
 
 
-def first_row(axis: str | None, rows: int) -> Array | int:
+def first_row(axis: MeshAxes | None, rows: int) -> Array | int:
   """Index in the whole vocabulary of the first of this device's `rows`."""
   return 0 if inside(axis) is None else lax.axis_index(axis) * rows
 
 
 def over_vocabulary(
-  axis: str | None,
+  axis: MeshAxes | None,
   body: Callable[..., Any],
   rows: Any,
   *shared: Any,
@@ -115,13 +132,13 @@ def over_vocabulary(
   called as it is. Rows that the number of devices does not divide are padded.
 
   Args:
-    axis: mesh axis over which the rows are sharded, or None.
+    axis: mesh axis over which the rows are sharded, several, or None.
     body: called with the arrays of `rows`, in the same tree, and all of `shared`.
     rows: a tree whose leaves are `Sharded` or `Replicated`.
     *shared: trees of arrays that every device has whole, such as hidden vectors.
 
   Raises:
-    ValueError: the mesh in context has no such axis.
+    ValueError: the mesh in context has no such axis, or a `shard_map` is over some of them alone.
   """
   each = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, Sharded | Replicated))
   arrays = each(lambda part: part.rows, rows)
@@ -132,12 +149,17 @@ def over_vocabulary(
       " a mesh that has the axis, `with jax.set_mesh(mesh):`, or give vocab_axis=None.",
       stacklevel=2,
     )
-  if axis is None or not kinds or inside(axis):
+  if not names_of(axis) or not kinds or inside(axis):
     return body(arrays, *shared)
-  if axis not in kinds:
+  if not in_mesh(axis):
     raise ValueError(
       f"`vocab_axis` must be an axis of the mesh in context, {', '.join(kinds)}; got {axis!r}. Use"
       " None for whole rows on every device."
+    )
+  if AxisType.Manual in _kinds_of(axis):
+    raise ValueError(
+      f"`vocab_axis` {axis!r} must be whole inside or outside of a `jax.shard_map`; got one over a"
+      " part of it. Give the shard_map all of these axes, or leave them out of it."
     )
   count = axis_size(axis)
   if count == 1:
@@ -157,7 +179,7 @@ def over_vocabulary(
     return jax.tree.map(functools.partial(_of_first, axis=axis), found) if is_narrow else found
 
   in_specs = each(spec, rows), *[P()] * len(shared)
-  mapped = jax.shard_map(local, in_specs=in_specs, out_specs=P(), axis_names={axis})
+  mapped = jax.shard_map(local, in_specs=in_specs, out_specs=P(), axis_names={*names_of(axis)})
   # Outside of jit a shard_map that leaves axes automatic is an error.
   return jax.jit(mapped)(padded, *widened)
 
@@ -170,11 +192,13 @@ def summable(x: Any) -> Any:
 
 def _of_first(x, axis):
   """The value of the first device, known to be that of all; `x` if it is known to be already."""
-  if axis not in varies_over(jax.typeof(x)):
+  # Over several axes a value that is equal along one of them may yet vary along another.
+  among = tuple(name for name in names_of(axis) if name in varies_over(jax.typeof(x)))
+  if not among:
     return x
   summed = summable(x) if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.int32)
-  first = jnp.where(lax.axis_index(axis) == 0, summed, jnp.zeros_like(summed))
-  return lax.psum(first, axis).astype(x.dtype)
+  first = jnp.where(lax.axis_index(among) == 0, summed, jnp.zeros_like(summed))
+  return lax.psum(first, among).astype(x.dtype)
 
 
 def on_any_axes(
@@ -182,7 +206,7 @@ def on_any_axes(
   arrays: Any,
   batch: Array | None = None,
   vocab: int | None = None,
-  vocab_axis: str | None = None,
+  vocab_axis: MeshAxes | None = None,
 ) -> Any:
   """`compute(arrays)`, with the explicit axes of the mesh in context made automatic.
 
@@ -195,7 +219,7 @@ def on_any_axes(
     batch: the argument whose leading axes are those of the tokens: integers have no other axes,
       floating-point vectors have one more. None: no result has tokens.
     vocab: size of the vocabulary, or None.
-    vocab_axis: mesh axis over which the vocabulary is sharded, or None.
+    vocab_axis: mesh axis over which the vocabulary is sharded, several, or None.
   """
   compute = own_promotion(compute)
   if AxisType.Explicit not in axis_types().values():
@@ -317,16 +341,15 @@ def _spec(shape, batch, vocab, vocab_axis):
     tokens, spec = (), ()
   rest = [None] * (len(shape) - len(tokens))
   used = [name for part in spec for name in (part if isinstance(part, tuple) else (part,))]
-  is_free = axis_types().get(vocab_axis) == AxisType.Explicit and vocab_axis not in used
+  is_free = _kinds_of(vocab_axis) == {AxisType.Explicit} and not {*names_of(vocab_axis)} & {*used}
   if is_free and vocab in shape[len(tokens) :] and vocab % axis_size(vocab_axis) == 0:
     rest[shape[len(tokens) :].index(vocab)] = vocab_axis
   return P(*spec, *rest)
 
 
-def bias_of_padding(bias: Array | None, rows: int, axis: str | None) -> Array | None:
+def bias_of_padding(bias: Array | None, rows: int, axis: MeshAxes | None) -> Array | None:
   """The bias, or zeros if rows are padded: only a bias of -inf removes padding."""
-  kinds = axis_types()
-  ragged = axis in kinds and inside(axis) is None and rows % axis_size(axis)
+  ragged = in_mesh(axis) and inside(axis) is None and rows % axis_size(axis)
   return jnp.zeros((rows,), jnp.float32) if bias is None and ragged else bias
 
 
@@ -387,13 +410,14 @@ class TokenShards(NamedTuple):
     return lax.with_sharding_constraint(lax.optimization_barrier(array), P())
 
 
-def token_shards(vocab_axis: str | None) -> TokenShards:
+def token_shards(vocab_axis: MeshAxes | None) -> TokenShards:
   """Token shards of the mesh in context: all automatic axes but `vocab_axis`."""
-  axes = tuple(a for a, kind in axis_types().items() if kind == AxisType.Auto and a != vocab_axis)
-  return TokenShards(axes, math.prod(axis_size(axis) for axis in axes))
+  kinds, own = axis_types(), names_of(vocab_axis)
+  axes = tuple(a for a, kind in kinds.items() if kind == AxisType.Auto and a not in own)
+  return TokenShards(axes, axis_size(axes))
 
 
-def varying(tree: Any, *axes: str) -> Any:
+def varying(tree: Any, *axes: MeshAxes | None) -> Any:
   """The arrays, cast to vary over `axes` and all axes over which any of them does.
 
   Inside of a `shard_map` the carry of a loop must have its type from the start, so it has to vary
@@ -403,7 +427,7 @@ def varying(tree: Any, *axes: str) -> Any:
   if AxisType.Manual not in axis_types().values():
     return tree
   leaves = jax.tree.leaves(tree)
-  union = frozenset(axes).union(*(varies_over(jax.typeof(leaf)) for leaf in leaves))
+  union = frozenset().union(*map(names_of, axes), *(varies_over(jax.typeof(x)) for x in leaves))
 
   def mark(leaf):
     missing = tuple(sorted(union - varies_over(jax.typeof(leaf))))
@@ -471,7 +495,7 @@ _gather.defvjp(*map(own_promotion, (_gather_forward, _gather_backward)))
 
 
 def sharded_lookup(
-  table: Array, index: Array, axis: str | None, dtype: jnp.dtype | None = None
+  table: Array, index: Array, axis: MeshAxes | None, dtype: jnp.dtype | None = None
 ) -> Array:
   """`table[index]` of a table that is sharded over `axis`, on all devices."""
   axis = inside(axis)
@@ -486,7 +510,7 @@ def sharded_lookup(
   return lax.psum(jnp.where(is_local, rows, jnp.zeros_like(rows)), axis).astype(dtype)
 
 
-def common_shift(x: Array, axis: str) -> Array:
+def common_shift(x: Array, axis: MeshAxes) -> Array:
   """The largest of all devices' values, as a constant of differentiation.
 
   For the number that exponentials are relative to, on which their normalised sums do not depend:
@@ -495,13 +519,13 @@ def common_shift(x: Array, axis: str) -> Array:
   return lax.pmax(lax.stop_gradient(x), axis)
 
 
-def from_owner(x: Array, row: Array, rows: int, axis: str) -> Array:
+def from_owner(x: Array, row: Array, rows: int, axis: MeshAxes) -> Array:
   """A token's value on the device that has its `row`, which is below 0 or above on the others."""
   # Exactly one device has each row, so the sum is its value; unlike `pmax` it has a derivative.
   return lax.psum(jnp.where((row >= 0) & (row < rows), x, jnp.zeros_like(x)), axis)
 
 
-def own_part(array: Array, rows: int, axis: str | None) -> Array:
+def own_part(array: Array, rows: int, axis: MeshAxes | None) -> Array:
   """This device's `rows` rows of an array that is whole on all devices of `axis`."""
   axis = inside(axis)
   if axis is None:
@@ -509,7 +533,7 @@ def own_part(array: Array, rows: int, axis: str | None) -> Array:
   return lax.dynamic_slice_in_dim(varying(array, axis), first_row(axis, rows), rows)
 
 
-def gathered(array: Array, axis: str) -> Array:
+def gathered(array: Array, axis: MeshAxes) -> Array:
   """The arrays [...] of all devices, stacked on each as [devices of the axis, ...]."""
   # A psum of disjoint parts: JAX knows its result to be equal on all devices, unlike `all_gather`.
   wide = array.astype(summed_dtype(array.dtype))

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tests import tiny
 from tests.lab.training.test_step import counting_model
@@ -87,13 +88,16 @@ def test_loss_gradient_and_ten_steps_equal_those_of_one_device(head, shape, one_
 @pytest.mark.parametrize("shape", [ALL_AXES, (1, 8, 1)])
 def test_blocks_beside_a_memory_train_alike_on_any_mesh(shape):
   ngrams = XorHash.qwen4(PRIME, end=0, heads=2, least=50)
-  memory = NGramMemory(NGramEmbedding(ngrams, DenseEmbedding(ngrams.rows, 4)), 16)
+  rows = ngrams.rows + -ngrams.rows % 8
+  memory = NGramMemory(NGramEmbedding(ngrams, DenseEmbedding(rows, 4)), 16)
   run = small()
   fields = {"layers": 4, "remat": True, "memories": (memory,), "memory_blocks": (1,)}
   run = dataclasses.replace(run, model=run.model.clone(**fields))
   expected, found = ten_steps(run, ONE), ten_steps(run, shape)
   np.testing.assert_allclose(found[0], expected[0], rtol=4e-6)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[2], expected[2])
+  table = program(run, shape).abstract_state.params["memories_0"]["lookup"]["table"]["weight"]
+  assert table.sharding.spec == P(("fsdp", "model"), None)
 
 
 def int8(**train):

@@ -17,6 +17,7 @@ from vqjax.lab.training.checkpoint import differences, shapes_by_name
 from vqjax.lab.training.evaluate import summed_scorer
 from vqjax.lab.training.optimizer import learning_rate, optimizer
 from vqjax.lab.training.step import TrainState, all_finite, fresh_state, state_maker, train_step
+from vqjax.ngrams import NGramEmbedding
 
 __all__ = ["Program", "keys"]
 
@@ -181,13 +182,15 @@ def keys(seed: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _over_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
-  """Return the model with unset `vocab_axis` fields set to "model" if sharded."""
-  if mesh.shape["model"] == 1:
-    return model
+  """Return the model with unset `vocab_axis` fields set to the axes of the rules, if sharded."""
+  first = dict(reversed(sharding.RULES))
   changes: dict[int, dict[str, Any]] = {}
   for _, node in walk(model):
-    if fields_of(node).get("vocab_axis", "") is None:
-      changes[id(node)] = {"vocab_axis": "model"}
+    # A memory comes before its table.
+    part, rows = (node.table, "ngrams") if isinstance(node, NGramEmbedding) else (node, "vocab")
+    is_sharded = any(mesh.shape[axis] > 1 for axis in first[rows])
+    if is_sharded and fields_of(part).get("vocab_axis", "") is None:
+      changes.setdefault(id(part), {"vocab_axis": first[rows]})
   return rebuild(model, changes)
 
 
