@@ -58,9 +58,13 @@ def test_a_table_has_at_most_its_bytes_and_the_errors_of_its_report(path):
   assert often == pytest.approx(seldom / 16, rel=0.5)
 
 
-def test_all_readers_have_the_rows_of_the_whole(path):
+def test_all_readers_have_the_rows_of_the_whole(path, monkeypatch):
   _, table = made(path)
   rows = table.rows()
+  with monkeypatch.context() as parts:
+    parts.setattr(container, "DECODED", 300 * D)  # 42 blocks in a part, 859 in all
+    ids = RNG.integers(0, V, (2, 2000))
+    np.testing.assert_allclose(table[ids], rows[ids], atol=1e-5)
   ids = np.array([[0, V - 1, 448, 447], [449, 3, 3, 6000]])
   np.testing.assert_allclose(table[ids], rows[ids], atol=1e-5)
   small = SmallTable.load(path)

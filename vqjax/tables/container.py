@@ -90,6 +90,9 @@ LOWEST = 2**16
 AT_ONCE = 2**11
 """Lanes that are decoded side by side."""
 
+DECODED = 2**22
+"""Integers that a lookup decodes in a part."""
+
 MOST_WORKERS = 4
 """Parts that are at work at a time, which are in memory together."""
 
@@ -419,12 +422,17 @@ class CompressedTable:
     blocks, where = np.unique(flat // self.restart, return_inverse=True)
     found = np.empty((len(flat), columns), np.float32)
     # Some blocks at a time: all of a large table would be a copy of it.
-    at_once = max(32, 2**22 // (self.restart * columns))
-    for first in range(0, len(blocks), at_once):
+    at_once = max(32, DECODED // (self.restart * columns))
+
+    def of_part(first):
       levels, row_group = self._levels_of(blocks[first : first + at_once], compiled)
       own = (where >= first) & (where < first + at_once)
       place = where[own] - first, flat[own] % self.restart
       found[own] = self._composed(levels[place], row_group[place])
+
+    firsts = range(0, len(blocks), at_once)
+    for _ in side_by_side(of_part, firsts) if len(firsts) > 1 else map(of_part, firsts):
+      pass
     return found.reshape(*ids.shape, columns)
 
   def _composed(self, levels, row_group):
