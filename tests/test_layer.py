@@ -20,6 +20,7 @@ from vqjax.embeddings import DenseEmbedding
 from vqjax.heads import CodebookHead, DenseHead, Head
 from vqjax.layer import Layer
 from vqjax.lm.models import Transformer
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated
 from vqjax.variables import Variable, integer_variable
 
@@ -264,6 +265,13 @@ def test_integer_tables_that_were_averaged_are_named():
   mean = jax.tree.map(lambda x: np.float32(0.5) * x, variables)
   with pytest.raises(ValueError, match=r"`assignment` of .* 'codes' must be integers.*'params'"):
     head.apply(mean, hidden, np.array([1, 2]), method="log_prob")
+
+
+def test_a_list_of_mesh_axes_is_a_tuple_of_them():
+  axes = ["fsdp", "model"]
+  for made in (DenseHead(13, 4, vocab_axis=axes), ScoreOptions(vocab_axis=axes)):
+    assert made.vocab_axis == ("fsdp", "model")
+    hash(made)
 
 
 @pytest.mark.parametrize(

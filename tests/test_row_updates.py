@@ -211,6 +211,15 @@ def test_devices_that_do_not_divide_the_rows_are_refused_with_the_number_that_th
     update_rows(TABLE, TABLE[:, 0], STEPS[0], GRADIENTS[0], 0.1, vocab_axis="model")
 
 
+@pytest.mark.parametrize("axis", ["rows", ("model", "rows"), ("model", "model")])
+def test_axes_that_the_mesh_lacks_or_that_are_given_twice_are_refused(axis):
+  with (
+    jax.set_mesh(jax.make_mesh((8,), ("model",))),
+    pytest.raises(ValueError, match=r"`vocab_axis` must be .*, model, or a tuple of different"),
+  ):
+    update_rows(TABLE, TABLE[:, 0], STEPS[0], GRADIENTS[0], 0.1, vocab_axis=axis)
+
+
 class Tied(nn.Module):
   """A bag of two tokens that predicts a third, from one table."""
 

@@ -45,6 +45,9 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
+      if field.name == "vocab_axis" and isinstance(value, list):
+        value = tuple(value)  # as of a JSON file; fields are hashed
+        object.__setattr__(self, field.name, value)
       if isinstance(value, np.number | np.bool_):  # which would promote what it meets
         object.__setattr__(self, field.name, value.item())
       is_result = table_of(value) is not value
@@ -263,8 +266,8 @@ class VocabularyLayer(Layer):
   Attributes:
     vocab: number of tokens, V.
     dim: width of the vectors, D.
-    vocab_axis: mesh axis over which the vocabulary is sharded (`jax.set_mesh`), or several. None,
-      or without a mesh: every device holds the whole vocabulary.
+    vocab_axis: mesh axis over which the vocabulary is sharded (`jax.set_mesh`), or a tuple of
+      several. None, or without a mesh: every device holds the whole vocabulary.
   """
 
   vocab: int

@@ -267,11 +267,12 @@ def update_rows(
     learning_rate: a number.
     decay: as of `rowwise`.
     epsilon: as of `rowwise`.
-    vocab_axis: mesh axis over which the rows are sharded, several, or None. Every device of it
+    vocab_axis: mesh axis over which the rows are sharded, a tuple of several, or None. Every device
       reads all ids and gradients, and changes its own rows.
 
   Raises:
-    ValueError: shapes do not fit, `decay` is out of range, or the devices do not divide the rows.
+    ValueError: shapes do not fit, `decay` is out of range, the mesh has no axis `vocab_axis`, or
+      its devices do not divide the rows.
   """
   check_decay(decay)
   check_arrays(table=table, moment=moment, ids=ids, gradients=gradients)
@@ -292,8 +293,9 @@ def update_rows(
 def _by_device(local, given, axis):
   """`local(*given)`, each device with its rows of the table and of the moments."""
   kinds = vocab_parallel.axis_types()
-  if axis is None or not kinds or vocab_parallel.inside(axis):
+  if not vocab_parallel.names_of(axis) or not kinds or vocab_parallel.inside(axis):
     return local(*given)
+  vocab_parallel.check_axes(axis)
   rows, count = given[0].shape[0], vocab_parallel.axis_size(axis)
   if rows % count:
     raise ValueError(

@@ -382,7 +382,12 @@ def test_a_table_of_ngrams_is_created_over_its_own_axes():
   table = embeddings.DenseEmbedding(hashed.rows + -hashed.rows % 8, D, vocab_axis=axes)
   with jax.set_mesh(jax.make_mesh((2, 4), axes, (AxisType.Auto,) * 2)):
     made = nnx.eval_shape(lambda: layers.NGramEmbedding(hashed, table, rngs=nnx.Rngs(0)))
+    rules = {"vocab": "model", "ngrams": axes[::-1]}
+    ruled = nnx.eval_shape(
+      lambda: layers.NGramEmbedding(hashed, table, axis_rules=rules, rngs=nnx.Rngs(0))
+    )
   assert made.table.weight.get_metadata()["out_sharding"] == (axes, None)
+  assert ruled.table.weight.get_metadata()["out_sharding"] == (axes[::-1], None)
 
 
 def test_an_optimizer_steps_on_explicit_axes():

@@ -8,6 +8,8 @@ state `nnx.BatchStat` or `LayerState`. A head is tied by sharing an embedding of
 `nnx.Embed` or an `nnx.Param` [V, D].
 """
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
@@ -321,6 +323,12 @@ class HierarchicalHead(Head, of=heads.HierarchicalHead): ...
 
 class NGramEmbedding(Layer, of=ngrams.NGramEmbedding):
   """The vectors of the n-grams that end at each token."""
+
+  def _create(self, part: Any, rngs: nnx.Rngs, rules: AxisRules | None) -> Any:
+    # The table names its rows "vocab", and this layer "ngrams".
+    if rules and "ngrams" in rules:
+      rules = {**rules, "vocab": rules["ngrams"]}
+    return super()._create(part, rngs, rules)
 
   def __call__(
     self, tokens: Integer[ArrayLike, "*B T"], previous: Integer[ArrayLike, "*B P"] | None = None

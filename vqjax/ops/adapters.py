@@ -119,8 +119,8 @@ def vocab_tiling_nnx_loss(
     config: `enable_dropout`, `logits_via_embedding`, `normalize_embedding_logits`,
       `final_logits_soft_cap`, `logits_dot_in_fp32`, `dtype` and `z_loss_multiplier` are read.
     is_train: whether dropout may be on.
-    vocab_axis: mesh axis over which the vocabulary is sharded; ignored where the mesh in context
-      does not have it.
+    vocab_axis: mesh axis over which the vocabulary is sharded, or a tuple of several; ignored where
+      the mesh in context lacks one of them.
 
   Raises:
     ValueError: as `linear_softmax`.

@@ -138,7 +138,7 @@ def bounds(
     vocab: number of tokens on all devices.
     finish: (products of a block, `cut`) -> scores, not decreasing in the products, such as the
       addition of `cut(bias)` and a cap.
-    vocab_axis: mesh axis over which the rows are sharded.
+    vocab_axis: mesh axis over which the rows are sharded, or a tuple of several.
   """
   batch, dim = hidden.shape[:-1], hidden.shape[-1]
   own = _rounded(hidden, rows)

@@ -81,7 +81,7 @@ def kmeans(
     weights: weight of each point, at least 0; None: 1.
     iterations: largest number of updates of the centers.
     chunk: number of points that are scored at once; None: that of `default_tile`.
-    axis: axis of the mesh in context over which the points are sharded.
+    axis: axis of the mesh in context over which the points are sharded, or a tuple of several.
     sample: points for each cluster, drawn by weight, from which the centers are learned; all points
       are read in two last updates. None, or fewer points, or an axis: the centers are learned from
       all points.

@@ -144,8 +144,9 @@ class ScoreOptions:
     tile: (tokens, vocabulary rows) that are scored at once on each device; None: `default_tile`.
     dtype: dtype of the matrix products' operands, to which each tile is cast; None: the promoted
       dtype of hidden and weight.
-    vocab_axis: mesh axis over which the rows are sharded. Inside of a `jax.shard_map` over it,
-      weight and bias are the device's own rows, and tokens count over all devices' rows.
+    vocab_axis: mesh axis over which the rows are sharded, or a tuple of several. Inside of a
+      `jax.shard_map` over all of them, weight and bias are the device's own rows, and tokens
+      count over all devices' rows.
     scratch: bytes of scores that each device may keep for the gradient, instead of computing them
       again; None: as suits the device. Losses against a teacher or several targets keep nothing.
     precision: of the matrix products, a name of `jax.default_matmul_precision` such as "highest";
@@ -184,6 +185,8 @@ class ScoreOptions:
         f"`output` must be an `OutputFunction`; got {self.output!r}. Use SigSoftmax(), or None."
       )
     check_dtype(self.dtype)
+    if isinstance(self.vocab_axis, list):
+      object.__setattr__(self, "vocab_axis", tuple(self.vocab_axis))
     if self.tile is not None:
       sides = self.tile if isinstance(self.tile, (tuple, list)) else ()
       if len(sides) != 2 or not all(isinstance(side, int) and side >= 1 for side in sides):

@@ -155,8 +155,9 @@ def linear_softmax(
     dtype: dtype of the matrix products' operands, to which each tile is cast: float32 parameters
       in a bfloat16 model are never copied, and their gradients are not rounded to bfloat16. None:
       the promoted dtype of hidden and weight.
-    vocab_axis: mesh axis over which the rows are sharded. Inside of a `jax.shard_map` over it,
-      `weight` and `bias` are the device's own rows and `tokens` count over all devices' rows.
+    vocab_axis: mesh axis over which the rows are sharded, or a tuple of several. Inside of a
+      `jax.shard_map` over all of them, `weight` and `bias` are the device's own rows and `tokens`
+      count over all devices' rows.
     precision: of the matrix products, such as "highest"; None: JAX's default, as explained in
       `ScoreOptions`: products of float32 operands are rounded on GPUs and TPUs.
 
@@ -263,7 +264,7 @@ def linear_cross_entropy(
       formed, beside a float32 gradient of the weight.
     tile: (tokens, vocabulary rows) that are scored at once; if it is given, nothing is kept.
     dtype: dtype of the matrix products' operands.
-    vocab_axis: mesh axis over which the rows are sharded.
+    vocab_axis: mesh axis over which the rows are sharded, or a tuple of several.
     precision: of the matrix products.
 
   Raises:

@@ -109,6 +109,21 @@ def _kinds_of(axis):
   return {kinds.get(name) for name in names_of(axis)}
 
 
+def check_axes(axis: MeshAxes) -> None:
+  """Raise ValueError unless rows can be sharded over the axes in the mesh in context."""
+  names, kinds = names_of(axis), axis_types()
+  if not in_mesh(axis) or len({*names}) < len(names):
+    raise ValueError(
+      f"`vocab_axis` must be an axis of the mesh in context, {', '.join(kinds)}, or a tuple of"
+      f" different ones; got {axis!r}. Use None for whole rows on every device."
+    )
+  if AxisType.Manual in _kinds_of(axis) and not inside(axis):
+    raise ValueError(
+      f"`vocab_axis` {axis!r} must be whole inside or outside of a `jax.shard_map`; got one over a"
+      " part of it. Give the shard_map all of these axes, or leave them out of it."
+    )
+
+
 def rows_in_all(axis: MeshAxes | None, rows: int) -> int:
   """Number of rows on all devices of an axis of which this device has `rows`."""
   return rows if inside(axis) is None else rows * axis_size(axis)
@@ -138,7 +153,8 @@ def over_vocabulary(
     *shared: trees of arrays that every device has whole, such as hidden vectors.
 
   Raises:
-    ValueError: the mesh in context has no such axis, or a `shard_map` is over some of them alone.
+    ValueError: the mesh in context has no such axis, an axis is given twice, or a `shard_map` is
+      over some of them alone.
   """
   each = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, Sharded | Replicated))
   arrays = each(lambda part: part.rows, rows)
@@ -151,16 +167,7 @@ def over_vocabulary(
     )
   if not names_of(axis) or not kinds or inside(axis):
     return body(arrays, *shared)
-  if not in_mesh(axis):
-    raise ValueError(
-      f"`vocab_axis` must be an axis of the mesh in context, {', '.join(kinds)}; got {axis!r}. Use"
-      " None for whole rows on every device."
-    )
-  if AxisType.Manual in _kinds_of(axis):
-    raise ValueError(
-      f"`vocab_axis` {axis!r} must be whole inside or outside of a `jax.shard_map`; got one over a"
-      " part of it. Give the shard_map all of these axes, or leave them out of it."
-    )
+  check_axes(axis)
   count = axis_size(axis)
   if count == 1:
     return body(arrays, *shared)

@@ -155,6 +155,14 @@ def test_a_text_becomes_the_annotated_type(assignment, expected):
   assert type(found) is type(expected)
 
 
+def test_one_mesh_axis_is_a_name_and_several_are_a_tuple():
+  experiment = dataclasses.replace(make(), model=DenseEmbedding(13, 4))
+  axis = lambda text: override(experiment, [f"model.vocab_axis={text}"]).model.vocab_axis
+  assert axis("model") == "model"
+  assert axis("fsdp,model") == axis("(fsdp, model)") == ("fsdp", "model")
+  assert axis("none") is None
+
+
 REFUSED = {
   "model.hed.codes=4": r"`model\.hed`.*embedding, head, blocks.*model\.head\?",
   "train.step=4": r"`train\.step`.*learning_rate.*train\.steps\?",

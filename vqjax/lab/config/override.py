@@ -214,7 +214,9 @@ def _parse_value(text: str, kinds: tuple[Any, ...], path: str) -> Any:
     ValueError: no type takes the text; the message says how to write one.
   """
   remedies = []
-  for kind in kinds:
+  # A field that takes a text or several gets one text as it is: "model", and "fsdp,model" as two.
+  is_one = str in kinds and not {*",()"} & {*text}
+  for kind in (k for k in kinds if not (is_one and typing.get_origin(k) is tuple)):
     try:
       return _parse_one(text, kind)
     except ValueError as error:
