@@ -81,7 +81,7 @@ class RepresentativeContract(HeadContract):
       *(variables, hidden),
     )
     np.testing.assert_array_equal(found, expected)
-    message = "`vocab_axis`.*rows, columns; got .model."
+    message = "`vocab_axis`.*rows, columns, or .*; got .model."
     other = jax.make_mesh((4, 2), ("rows", "columns"), (AxisType.Auto,) * 2)
     for argument, method in ((tokens, "log_prob"), (1, "top_k")):
       with jax.set_mesh(other), pytest.raises(ValueError, match=message):

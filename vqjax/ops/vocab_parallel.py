@@ -147,7 +147,7 @@ def over_vocabulary(
   called as it is. Rows that the number of devices does not divide are padded.
 
   Args:
-    axis: mesh axis over which the rows are sharded, several, or None.
+    axis: mesh axis over which the rows are sharded, or a tuple of several, or None.
     body: called with the arrays of `rows`, in the same tree, and all of `shared`.
     rows: a tree whose leaves are `Sharded` or `Replicated`.
     *shared: trees of arrays that every device has whole, such as hidden vectors.
@@ -226,7 +226,7 @@ def on_any_axes(
     batch: the argument whose leading axes are those of the tokens: integers have no other axes,
       floating-point vectors have one more. None: no result has tokens.
     vocab: size of the vocabulary, or None.
-    vocab_axis: mesh axis over which the vocabulary is sharded, several, or None.
+    vocab_axis: mesh axis over which the vocabulary is sharded, or a tuple of several, or None.
   """
   compute = own_promotion(compute)
   if AxisType.Explicit not in axis_types().values():

@@ -18,6 +18,7 @@ from vqjax.lab.training.evaluate import summed_scorer
 from vqjax.lab.training.optimizer import learning_rate, optimizer
 from vqjax.lab.training.step import TrainState, all_finite, fresh_state, state_maker, train_step
 from vqjax.ngrams import NGramEmbedding
+from vqjax.ops.vocab_parallel import names_of
 
 __all__ = ["Program", "keys"]
 
@@ -188,9 +189,11 @@ def _over_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
   for _, node in walk(model):
     # A memory comes before its table.
     part, rows = (node.table, "ngrams") if isinstance(node, NGramEmbedding) else (node, "vocab")
-    is_sharded = any(mesh.shape[axis] > 1 for axis in first[rows])
-    if is_sharded and fields_of(part).get("vocab_axis", "") is None:
-      changes.setdefault(id(part), {"vocab_axis": first[rows]})
+    if fields_of(part).get("vocab_axis", "") is None:
+      # Where the devices do not divide the rows, layers pad them.
+      axes = names_of(sharding.spec((rows,), (part.vocab,), mesh)[0]) or first[rows]
+      if any(mesh.shape[axis] > 1 for axis in axes):
+        changes.setdefault(id(part), {"vocab_axis": axes})
   return rebuild(model, changes)
 
 
