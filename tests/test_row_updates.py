@@ -192,6 +192,15 @@ def test_steps_that_do_not_fit_are_refused_by_name(change, message):
     update_rows(**given | change)
 
 
+@pytest.mark.parametrize("given", [{}, {"decay": 0.9, "weight_decay": 0.1}])
+def test_numbers_that_optax_injects_are_those_that_were_given(given):
+  params, gradients = {"weight": TABLE}, {"weight": np.where(TABLE > 0, TABLE, 0)}
+  own, injected = (make(RATE, **given) for make in (rowwise, optax.inject_hyperparams(rowwise)))
+  updates = lambda rule: rule.update(gradients, rule.init(params), params)[0]["weight"]
+  expected, found = results(lambda: (updates(own), updates(injected)))
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_a_vector_is_no_table():
   with pytest.raises(ValueError, match=r"tables \[V, D\]; got \(41,\)"):
     rowwise(0.1).init(TABLE[:, 0])

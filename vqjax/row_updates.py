@@ -89,6 +89,8 @@ def rowwise(
     ValueError: `decay` is out of range, or in `init` an array has no rows.
   """
   check_decay(decay)
+  # `optax.inject_hyperparams` makes an array of each number, 0 too.
+  decays = isinstance(weight_decay, jax.core.Tracer) or weight_decay != 0
 
   def begin(table):
     if jnp.ndim(table) < 2:
@@ -108,7 +110,7 @@ def rowwise(
     return RowMoments(moments, jnp.int32(0))
 
   def update(gradients, state, params=None):
-    if weight_decay and params is None:
+    if decays and params is None:
       raise ValueError("rowwise: `params` must be given to `update` for `weight_decay`; got None.")
     rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
     key = jax.random.fold_in(jax.random.key(seed), state.step)
@@ -116,7 +118,7 @@ def rowwise(
 
     def stepped(g, v, w):
       step, after = step_of(g.astype(v.dtype), v, decay, epsilon, jnp)
-      if weight_decay:
+      if decays:
         step = step + jnp.where((g != 0).any(-1, keepdims=True), weight_decay * w, 0)
       # A step of 0, times a negative number, is -0, which leaves all rows as they are, -0 too.
       return step * -jnp.asarray(rate, step.dtype), after
@@ -344,7 +346,9 @@ def step_of(gradient, moment, decay, epsilon, xp):
 
 def check_decay(decay: float | None) -> None:
   """Raise ValueError unless a decay is None or in [0, 1)."""
-  if decay is not None and not 0 <= decay < 1:
+  if decay is None or isinstance(decay, jax.core.Tracer):
+    return
+  if not 0 <= decay < 1:
     raise ValueError(f"`decay` must be in [0, 1), or None for Adagrad; got {decay}. 0.99 is usual.")
 
 

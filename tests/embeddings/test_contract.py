@@ -136,6 +136,24 @@ def test_on_eight_devices_vectors_terms_and_gradients_are_those_of_one(name, emb
   jax.tree.map(close, found, expected)
 
 
+@pytest.mark.parametrize("name", ["vq shared", "sx"])
+def test_a_step_of_training_is_exported_for_any_number_of_tokens(name):
+  variables, (b, t) = variables_of(name), jax.export.symbolic_shape("b, t")
+  rest = {collection: tree for collection, tree in variables.items() if collection != "params"}
+
+  def loss(params, tokens):
+    (vectors, terms), _ = CASES[name].apply(
+      *(rest | {"params": params}, tokens, False), method="loss_terms", mutable=list(rest)
+    )
+    return sum(terms.values(), (vectors**2).sum())
+
+  step = jax.jit(jax.grad(loss))
+  exported = jax.export.export(step)(variables["params"], jax.ShapeDtypeStruct((b, t), np.int32))
+  given = variables["params"], np.arange(6, dtype=np.int32).reshape(2, 3)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+  jax.tree.map(close, exported.call(*given), step(*given))
+
+
 def test_a_lookup_has_a_forward_derivative():
   embedding, tokens = CASES["dense"], np.array([1, 1, 4])
   lookup = lambda v: embedding.apply(v, tokens)

@@ -106,8 +106,9 @@ def response_moments(
 
   Both are 0 if the mask has no token. Responses are computed `in_chunks`.
   """
-  weight = jnp.ones(len(query)) if mask is None else mask.astype(jnp.float32)
-  if not len(query):
+  # Not by `len`, which a symbol as the number of tokens does not have.
+  weight = jnp.ones(query.shape[:1]) if mask is None else mask.astype(jnp.float32)
+  if query.shape[0] == 0:
     zero = jnp.zeros(jax.eval_shape(respond, query).shape[-1:])
     return zero, zero
   # Relative to the responses of one token: E[x²] - E[x]² would cancel if the mean were far from 0.

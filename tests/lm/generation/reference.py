@@ -41,15 +41,15 @@ def with_head(head):
 
 
 @functools.lru_cache
-def _full_pass(model):
+def full_pass(model):
   return jax.jit(model.apply)
 
 
 def logits(model, variables, row):
   """Logits [T, V] after each token of a row, by one full pass."""
-  tokens = np.zeros((1, LONGEST), np.int32)
+  tokens = np.full((1, LONGEST), -1, np.int32)
   tokens[0, : len(row)] = row
-  return np.array(_full_pass(model)(variables, tokens))[0, : len(row)]
+  return np.array(full_pass(model)(variables, tokens))[0, : len(row)]
 
 
 def log_probs(model, variables, row):

@@ -7,10 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.lm.generation.reference import PROMPTS, Letters, V, family, greedy, log_probs, with_head
+from tests.lm.checkpoints.families import LONGROPE, small
+from tests.lm.generation.reference import (
+  PROMPTS,
+  Letters,
+  V,
+  family,
+  full_pass,
+  greedy,
+  log_probs,
+  logits,
+  with_head,
+)
 from vqjax import AdaptiveHead, CodebookHead, GroupedHead, ProductHead
 from vqjax.lm import checkpoints
-from vqjax.lm.generation import GREEDY, Sampling, generate, stream, unstacked
+from vqjax.lm.generation import GREEDY, Draft, Sampling, generate, score, stream, unstacked
 from vqjax.sharding import MeshShape, make_mesh, shardings
 
 KEY = jax.random.key(0)
@@ -24,6 +35,25 @@ def test_greedy_tokens_and_log_probs_are_those_of_full_passes(name):
     tokens, scores = greedy(model, variables, prompt, 30)
     assert result.tokens[row].tolist() == tokens
     np.testing.assert_allclose(result.log_probs[row], scores, atol=1e-5)
+
+
+def test_a_text_that_becomes_long_has_the_angles_of_a_full_pass():
+  context = {"original_max_position_embeddings": 24}
+  changes = {"rope_scaling": LONGROPE | context, "num_hidden_layers": 2} | context
+  model, variables = small("phi3", **changes)
+  result = generate(model, variables, PROMPTS, KEY, GREEDY, max_tokens=23)
+  for row, (prompt, found) in enumerate(zip(PROMPTS, result.tokens)):
+    for number in (0, 4, 5, 22):  # 5 and 22 follow the first long text of a row
+      last = log_probs(model, variables, [*prompt, *found[:number]])[-1]
+      assert found[number] == last.argmax()
+      np.testing.assert_allclose(result.log_probs[row, number], last.max(), atol=1e-5)
+  for found, row in zip(score(model, variables, PROMPTS), PROMPTS):
+    full = log_probs(model, variables, row)[np.arange(len(row) - 1), row[1:]]
+    np.testing.assert_allclose(found, full, atol=1e-5)
+  alone = np.array(full_pass(model)(variables, np.array([PROMPTS[3]])))[0]  # without padding
+  np.testing.assert_allclose(logits(model, variables, PROMPTS[3]), alone, atol=1e-5)
+  with pytest.raises(ValueError, match="`drafter` must be None .* 24 tokens"):
+    generate(model, variables, PROMPTS, KEY, max_tokens=23, drafter=Draft(model, variables))
 
 
 HEADS = {

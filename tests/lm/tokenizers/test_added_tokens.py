@@ -290,6 +290,19 @@ def test_tokens_that_are_beside_a_tokenizer_json_are_added_to_it(with_json):
       assert of_folder(with_json).encode("hi <tool><pad>") == [256, 259, 261]
 
 
+def test_classes_that_set_what_begins_a_text_do_so_before_tokenizer_json(with_json):
+  for adds, name, ids in (
+    (True, "GPT2Tokenizer", [256]),  # which keeps to tokenizer.json
+    (True, "LlamaTokenizerFast", [257, 256]),
+    (False, "LlamaTokenizerFast", [256]),
+  ):
+    config = {"add_bos_token": adds, "tokenizer_class": name, "bos_token": "<|endoftext|>"}
+    write(with_json, tokenizer_config=config)
+    found = of_folder(with_json)
+    assert found.encode("hi") == ids
+    found.model.save(str(with_json / "tokenizer.json"))
+
+
 FOLDERS = {
   "another tokenizer": ({"tokenizer_config": {"tokenizer_class": "LlamaTokenizer"}}, "json"),
   "an id of another token": ({"added_tokens": {"<x>": 3}}, "<x>"),
@@ -366,6 +379,13 @@ def test_a_tokenizer_model_has_one_id_for_each_control_and_added_token(model_fil
   # Without `legacy`, a space is put before the first text alone.
   write(tmp_path, tokenizer_config={"add_bos_token": False, "legacy": False})
   assert of_folder(tmp_path).encode("hi<tool> hi") == [*hi, count + 2, *hi]
+  for legacy in (True, False):
+    config = {"add_bos_token": False, "legacy": legacy, "add_prefix_space": False}
+    write(tmp_path, tokenizer_config=config)
+    found = of_folder(tmp_path)
+    assert found.encode("hi") != hi
+    assert found.encode(" hi<tool> hi") == [*hi, count + 2, *hi]
+    assert found.decode(found.encode("hi hi")) == "hi hi"
   write(tmp_path, added_tokens={"<x>": 5})
   with pytest.raises(ValueError, match="id of its own"):
     of_folder(tmp_path)

@@ -14,11 +14,12 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.lm.generation import speculation
-from vqjax.lm.generation.kv_cache import Cache, Variables, decode, prefill, unstacked
+from vqjax.lm.generation.kv_cache import Cache, Ring, Variables, decode, prefill, unstacked
 from vqjax.lm.generation.sampling import UNFILTERED, Sampling, choose
 from vqjax.lm.generation.speculation import Drafter
 from vqjax.lm.generation.text_stream import TextStream, stop_tokens
 from vqjax.lm.models import Transformer
+from vqjax.lm.models.rotary import LongRope
 from vqjax.lm.tokenizers.reading import Tokenizer
 
 __all__ = ["Generated", "generate", "stream"]
@@ -272,6 +273,20 @@ def _continue(variables, state, limit, key, stop, allowed, *, program: _Program)
   return lax.while_loop(lambda state: (state.step + 1 < limit) & ~state.done.all(), step, state)
 
 
+@functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
+def _read_again(
+  variables, state, tokens_BT, length_B, key, stop, allowed, *, program: _Program
+) -> _State:
+  """The state with another token, from caches of the whole texts so far."""
+  given = program.model, variables, tokens_BT, length_B, program.capacity
+  hidden_BD, caches = prefill(*given)
+  # The slot of a position is counted from the end of the prompt.
+  turn = lambda ring: jax.tree.map(lambda x: jnp.roll(x, state.step + 1, axis=1), ring)
+  rings = tuple(turn(cache) if isinstance(cache, Ring) else cache for cache in caches)
+  state = state._replace(rings=rings)
+  return program.with_next(variables, state, hidden_BD, key, state.step + 1, stop, allowed)
+
+
 class _Run:
   """A call of `generate` or `stream`: its checked arguments, and what the host keeps."""
 
@@ -318,6 +333,13 @@ class _Run:
       )
     capacity, rejected = _cache_size(model, longest + max_tokens), 0
     self.drafter, self.speculation = drafter, None
+    self.turns = _turns(model, self.prompts, max_tokens)
+    if drafter is not None and self.turns:
+      raise ValueError(
+        "`drafter` must be None where a text becomes longer than the"
+        f" {model.rotary.scaling.context} tokens after which its angles are others; got one, and"
+        f" prompts of up to {longest} tokens with {max_tokens} more. Leave it out."
+      )
     if drafter is not None:
       if not isinstance(drafter, speculation.Drafter):
         raise TypeError(
@@ -351,7 +373,13 @@ class _Run:
       yield pieces
       if not ended:
         state = state._replace(done=jnp.asarray(done_B))
-        state = advance(variables, state, np.int32(min(self.max_tokens, count + chunk)), *given)
+        if count in self.turns:
+          tokens_B = [[*p, *np.maximum(t[:count], 0)] for p, t in zip(self.prompts, self.tokens)]
+          texts = padded(tokens_B, self.program.model.context)
+          state = _read_again(variables, state, *texts, *given, program=self.program)
+          continue
+        limit = min(self.max_tokens, count + chunk, *(turn for turn in self.turns if turn > count))
+        state = advance(variables, state, np.int32(limit), *given)
 
   def _speculative(self, variables, state, tokens_BT, hidden_BTD):
     """The first state, and the function that continues it, with a drafter."""
@@ -412,6 +440,17 @@ class _Run:
     texts = self.texts and [text.text for text in self.texts]
     passes = None if self.passes is None else np.asarray(self.passes)
     return Generated(np.where(kept_BT, self.tokens, -1), self.lengths, log_probs, texts, passes)
+
+
+def _turns(model: Transformer, prompts: list[list[int]], max_tokens: int) -> set[int]:
+  """Numbers of tokens after which a text has become so long that its angles are others.
+
+  All of it is read again then, as in transformers: cached keys and values are of the old angles.
+  """
+  if model.rotary is None or not isinstance(model.rotary.scaling, LongRope):
+    return set()
+  turns = {model.rotary.scaling.context + 1 - len(prompt) for prompt in prompts}
+  return {turn for turn in turns if 0 < turn < max_tokens}
 
 
 def check_decoder(model: Transformer) -> None:

@@ -63,8 +63,10 @@ def score(
     some = windows[first : first + batch]
     # The last batch is filled up, so that its size needs no program of its own.
     filled = [tokens for _, _, tokens in some] + [[0, 0]] * (min(batch, len(windows)) - len(some))
-    tokens_BT, _ = padded([tokens[:-1] or [0] for tokens in filled], model.context)
+    tokens_BT, length_B = padded([tokens[:-1] or [0] for tokens in filled], model.context)
     targets_BT = np.zeros_like(tokens_BT)
+    # Negative tokens are padding, which makes no text longer: some angles depend on the length.
+    tokens_BT[np.arange(tokens_BT.shape[1]) >= length_B[:, None]] = -1
     for row, tokens in enumerate(filled):
       targets_BT[row, : len(tokens) - 1] = tokens[1:]
     log_prob_BT = np.asarray(_log_prob(variables, tokens_BT, targets_BT, model=model))

@@ -25,7 +25,10 @@ class LinearScaling:
   magnitude = 1.0
   """Factor of cosines and sines."""
 
-  def __call__(self, frequency: np.ndarray, base: float, length: Int[Array, ""]) -> np.ndarray:
+  by_length = False
+  """Whether the frequencies depend on the length of a text."""
+
+  def __call__(self, frequency: np.ndarray, base: float, length: Int[Array, "*b 1"]) -> np.ndarray:
     """The scaled frequencies."""
     del base, length
     return frequency / self.factor
@@ -47,9 +50,9 @@ class Llama3:
   high: float
   context: int
 
-  magnitude = 1.0
+  magnitude, by_length = 1.0, False
 
-  def __call__(self, frequency: np.ndarray, base: float, length: Int[Array, ""]) -> np.ndarray:
+  def __call__(self, frequency: np.ndarray, base: float, length: Int[Array, "*b 1"]) -> np.ndarray:
     """The scaled frequencies."""
     del base, length
     turns = self.context * frequency / (2 * math.pi)
@@ -82,12 +85,14 @@ class Yarn:
   attention: float | None = None
   truncate: bool = True
 
+  by_length = False
+
   @property
   def magnitude(self) -> float:
     """Factor of cosines and sines, and so the square root of that of the scores."""
     return yarn_magnitude(self.factor) if self.attention is None else self.attention
 
-  def __call__(self, frequency: np.ndarray, base: float, length: Int[Array, ""]) -> np.ndarray:
+  def __call__(self, frequency: np.ndarray, base: float, length: Int[Array, "*b 1"]) -> np.ndarray:
     """The scaled frequencies."""
     del length
     number = lambda turns: (
@@ -111,9 +116,9 @@ class Divisors:
 
   divisors: tuple[float, ...]
 
-  magnitude = 1.0
+  magnitude, by_length = 1.0, False
 
-  def __call__(self, frequency: np.ndarray, base: float, length: Int[Array, ""]) -> np.ndarray:
+  def __call__(self, frequency: np.ndarray, base: float, length: Int[Array, "*b 1"]) -> np.ndarray:
     """The scaled frequencies."""
     del base, length
     return frequency / np.array(self.divisors)
@@ -133,11 +138,11 @@ class Dynamic:
   factor: float
   context: int
 
-  magnitude = 1.0
+  magnitude, by_length = 1.0, True
 
   def __call__(
-    self, frequency: np.ndarray, base: float, length: Int[Array, ""]
-  ) -> Float[Array, "half"]:
+    self, frequency: np.ndarray, base: float, length: Int[Array, "*b 1"]
+  ) -> Float[Array, "*b half"]:
     """The scaled frequencies."""
     del base
     width = 2 * len(frequency)
@@ -164,9 +169,11 @@ class LongRope:
   context: int
   magnitude: float = 1.0
 
+  by_length = True
+
   def __call__(
-    self, frequency: np.ndarray, base: float, length: Int[Array, ""]
-  ) -> Float[Array, "half"]:
+    self, frequency: np.ndarray, base: float, length: Int[Array, "*b 1"]
+  ) -> Float[Array, "*b half"]:
     """The scaled frequencies."""
     del base
     short, long = (np.float32(frequency / np.array(x)) for x in (self.short, self.long))
@@ -193,13 +200,17 @@ class Rotary:
   def table(
     self, position: Int[Array, "*B T"], width: int
   ) -> tuple[Float[Array, "*B T half"], Float[Array, "*B T half"]]:
-    """Cosines and sines of the angles of each position, float32."""
+    """Cosines and sines of the angles of each position, float32.
+
+    A text is as long as the largest of its positions and 1, whatever others in a batch are.
+    """
     width = int(width * self.fraction)
     frequency, magnitude = self.base ** -(np.arange(0, width, 2) / width), 1.0
     if self.scaling is not None:
-      frequency = self.scaling(frequency, self.base, position.max() + 1)
+      frequency = self.scaling(frequency, self.base, position.max(-1, keepdims=True) + 1)
       magnitude = self.scaling.magnitude
-    angle = position[..., None].astype(jnp.float32) * jnp.asarray(frequency, jnp.float32)
+    frequency = jnp.asarray(frequency, jnp.float32)
+    angle = position[..., None].astype(jnp.float32) * frequency[..., None, :]
     return magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
 
 

@@ -239,9 +239,10 @@ def add_tokens(model: Any, added: Iterable[AddedToken]) -> None:
     add([make(token.text, special=control, **flags(token)) for token in tokens])
 
 
-def begin_with(model: Any, token: str) -> None:
-  """Let each text of a `tokenizers` model begin with a token that it has."""
+def begin_with(model: Any, token: str | None) -> None:
+  """Let each text of a `tokenizers` model begin with a token that it has; None: with none."""
   processors = import_checkpoints_extra("tokenizers").processors
+  tokens = [] if token is None else [token]
   model.post_processor = processors.TemplateProcessing(
-    single=[token, "$A"], special_tokens=[(token, model.token_to_id(token))]
+    single=[*tokens, "$A"], special_tokens=[(name, model.token_to_id(name)) for name in tokens]
   )
