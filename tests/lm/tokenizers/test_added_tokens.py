@@ -290,19 +290,6 @@ def test_tokens_that_are_beside_a_tokenizer_json_are_added_to_it(with_json):
       assert of_folder(with_json).encode("hi <tool><pad>") == [256, 259, 261]
 
 
-def test_classes_that_set_what_begins_a_text_do_so_before_tokenizer_json(with_json):
-  for adds, name, ids in (
-    (True, "GPT2Tokenizer", [256]),  # which keeps to tokenizer.json
-    (True, "LlamaTokenizerFast", [257, 256]),
-    (False, "LlamaTokenizerFast", [256]),
-  ):
-    config = {"add_bos_token": adds, "tokenizer_class": name, "bos_token": "<|endoftext|>"}
-    write(with_json, tokenizer_config=config)
-    found = of_folder(with_json)
-    assert found.encode("hi") == ids
-    found.model.save(str(with_json / "tokenizer.json"))
-
-
 FOLDERS = {
   "another tokenizer": ({"tokenizer_config": {"tokenizer_class": "LlamaTokenizer"}}, "json"),
   "an id of another token": ({"added_tokens": {"<x>": 3}}, "<x>"),

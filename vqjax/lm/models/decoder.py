@@ -872,7 +872,7 @@ class Transformer(LanguageModel):
       if self.rotary.scaling.by_length:
         # Padding does not make a text longer.
         count_B1 = (tokens >= 0).sum(axis=-1, keepdims=True, dtype=jnp.int32)
-        position_T = jnp.minimum(position_T, count_B1 - 1)
+        position_T = jnp.minimum(position_T[None], count_B1 - 1)
     inputs, angles = self.layer_inputs(), self.angles(position_T)
     terms, runs = {}, self._runs()
     if self.is_initializing() and self.is_uniform and len(runs) > 1:

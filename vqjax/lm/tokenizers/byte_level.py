@@ -239,10 +239,9 @@ def add_tokens(model: Any, added: Iterable[AddedToken]) -> None:
     add([make(token.text, special=control, **flags(token)) for token in tokens])
 
 
-def begin_with(model: Any, token: str | None) -> None:
-  """Let each text of a `tokenizers` model begin with a token that it has; None: with none."""
+def begin_with(model: Any, token: str) -> None:
+  """Let each text of a `tokenizers` model begin with a token that it has."""
   processors = import_checkpoints_extra("tokenizers").processors
-  tokens = [] if token is None else [token]
   model.post_processor = processors.TemplateProcessing(
-    single=[*tokens, "$A"], special_tokens=[(name, model.token_to_id(name)) for name in tokens]
+    single=[token, "$A"], special_tokens=[(token, model.token_to_id(token))]
   )

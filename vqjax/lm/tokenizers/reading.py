@@ -500,11 +500,6 @@ def _of_folder(source: ModelSource) -> Tokenizer | None:
     named = _named_tokens(settings, _optional(folder / "special_tokens_map.json"))
     _add_beside(folder, model, settings, named)
     bos, eos = _ends_of(named, model.token_to_id, bos, eos)
-    made = _setting(folder, settings, "tokenizer_class", "").removesuffix("Fast")
-    if made in BOS_CLASSES and settings.get("add_bos_token") is not None:
-      of_id = None if bos is None else model.id_to_token(bos)
-      name = named["bos_token"].text if "bos_token" in named else of_id
-      begin_with(model, name if _setting(folder, settings, "add_bos_token", True) else None)
     file = str(folder / "tokenizer.json")
     return JsonTokenizer(model, bos, eos, beside=_beside(folder), file=file)
   return _without_json(folder, config["model_type"], bos, eos)
@@ -562,9 +557,6 @@ def _ends_of(
   bos = own.get("bos_token") if bos is None else bos
   return bos, eos or [n for n in [own.get("eos_token")] if n is not None]
 
-
-BOS_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
-"""Values of `tokenizer_class` with which `add_bos_token` counts before tokenizer.json."""
 
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Names of special tokens, in the order in which transformers adds those without an id."""
