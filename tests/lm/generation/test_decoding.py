@@ -52,7 +52,7 @@ def test_a_text_that_becomes_long_has_the_angles_of_a_full_pass():
     np.testing.assert_allclose(found, full, atol=1e-5)
   alone = np.array(full_pass(model)(variables, np.array([PROMPTS[3]])))[0]  # without padding
   np.testing.assert_allclose(logits(model, variables, PROMPTS[3]), alone, atol=1e-5)
-  with pytest.raises(ValueError, match="`drafter` must be None .* 24 tokens"):
+  with pytest.raises(ValueError, match=r"`drafter` must be None .* 24 tokens"):
     generate(model, variables, PROMPTS, KEY, max_tokens=23, drafter=Draft(model, variables))
 
 
