@@ -374,7 +374,9 @@ class _Run:
       if not ended:
         state = state._replace(done=jnp.asarray(done_B))
         if count in self.turns:
-          tokens_B = [[*p, *np.maximum(t[:count], 0)] for p, t in zip(self.prompts, self.tokens)]
+          tokens_B = [
+            [*p, *np.maximum(t[:count], 0).tolist()] for p, t in zip(self.prompts, self.tokens)
+          ]
           texts = padded(tokens_B, self.program.model.context)
           state = _read_again(variables, state, *texts, *given, program=self.program)
           continue
