@@ -333,7 +333,7 @@ def test_attention_in_tiles_equals_attention_in_one_piece_with_its_gradients(
 ):
   monkeypatch.setattr(attention_module, "tile_size", lambda *_: 5)
   parts = np.random.default_rng(0).standard_normal((4, 3, length, 2, 7), np.float32)
-  window = None if window is None else np.int32(window)
+  window = None if window is None else np.asarray(window, np.int32)
 
   position = jnp.arange(length)
   in_one_piece = lambda q, k, v, window: attention_module.attend(
