@@ -184,6 +184,7 @@ def keys(seed: int) -> tuple[jax.Array, jax.Array]:
 
 def _over_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
   """Return the model with unset `vocab_axis` fields set to the axes of the rules, if sharded."""
+  # Of several rules for a name, the one that comes first.
   first = dict(reversed(sharding.RULES))
   changes: dict[int, dict[str, Any]] = {}
   for _, node in walk(model):
