@@ -868,12 +868,12 @@ class Transformer(LanguageModel):
       )
     position_T = jnp.arange(length)
     x_BTD = constrain(self.drop(self.embedded(vectors, position_T), deterministic), ROWS)
-    scaling = getattr(self.rotary, "scaling", None)
+    position, scaling = position_T, getattr(self.rotary, "scaling", None)
     if tokens is not None and getattr(scaling, "by_length", False):
       # Padding does not make a text longer.
       count_B1 = (tokens >= 0).sum(axis=-1, keepdims=True, dtype=jnp.int32)
-      position_T = jnp.minimum(position_T[None], count_B1 - 1)
-    inputs, angles = self.layer_inputs(), self.angles(position_T)
+      position = jnp.minimum(position_T[None], count_B1 - 1)
+    inputs, angles = self.layer_inputs(), self.angles(position)
     terms, runs = {}, self._runs()
     if self.is_initializing() and self.is_uniform and len(runs) > 1:
       # The parameters of all blocks are made at once, and each run reads its part of them.
