@@ -2,7 +2,8 @@
 
 vqjax study experiments/studies/comparison/manuals.py --out experiments/studies/comparison/manuals
 
-Nothing is tuned on it: the learning rate is the one that most tunings of Penn Treebank chose.
+Dropout is tuned for every row, in trainings of all steps. The learning rate is the one that most
+tunings of Penn Treebank chose.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.gemma_compression import long_lines, plain
-from experiments.studies.comparison import ptb
+from experiments.studies.comparison import ptb, ptb_dropout
 from experiments.studies.comparison.rows import rows
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import Source, WordTokenizer
@@ -137,9 +138,9 @@ def study() -> Study:
   return Study(
     base=base,
     rows=rows(ptb.SIZES, (*headline, *further, "product-learned"), headline),
-    tune={"train.learning_rate": (40.0,)},
+    tune={"train.learning_rate": (40.0,), "model.dropout": ptb_dropout.DROPOUTS},
     seeds=3,
-    extensions=0,
+    rounds=(1,),
     measure=_text_of,
   )
 

@@ -68,6 +68,7 @@ BEGUN = {"init_from": lambda base, run: FromRun(run("a").folder)}
     ({"rows": {}}, r"`rows` must name the rows"),
     ({"seeds": 0}, r"`seeds` must be in \[1, 100\]; got 0"),
     ({"margin": 1}, r"`margin` must be in \[0, 1\); got 1"),
+    ({"rounds": ()}, r"`rounds` must be integers of at least 1; got \(\)"),
     ({"reference": "b"}, r"`reference` must be a row; got 'b'. The rows are a"),
     ({"rows": {"..": {}}}, r"row ..: `name` must be a name for a folder"),
     ({"rows": {"a": {}, "b/c": Compressed("a")}}, r"`rows` must have no slash .*; got 'b/c'"),

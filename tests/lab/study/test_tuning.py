@@ -16,7 +16,7 @@ from vqjax.lm import records
 def tuned(base, monkeypatch, tmp_path):
   """Tunes with given losses: (learning rate, steps) -> nats; returns the result and the runs."""
 
-  def tune(losses):
+  def tune(losses, rounds=tuning.ROUNDS):
     ran = []
 
     def fit(experiment, folder, test, identified):
@@ -34,7 +34,8 @@ def tuned(base, monkeypatch, tmp_path):
 
     monkeypatch.setattr(tuning, "fit", fit)
     space = SearchSpace({"train.learning_rate": (1.0, 2.0, 3.0), "model.dropout": (0.0, 0.1)})
-    return Tuning("t", "", base, space, tmp_path / "runs").job().make(), ran
+    made = Tuning("t", "", base, space, tmp_path / "runs", rounds=rounds).job().make()
+    return made, ran
 
   return tune
 
@@ -50,6 +51,12 @@ def test_the_best_third_trains_longer_and_the_last_round_chooses(base, tuned):
   assert {rate for rate, _ in ran[6:]} == {2.0}
   assert made["chosen"]["train.learning_rate"] == 2.0
   assert made["seconds"] == 16.0
+
+
+def test_one_round_trains_every_candidate_for_all_steps(base, tuned):
+  made, ran = tuned(lambda rate, steps: abs(rate - 2) + 3, rounds=(1,))
+  assert [steps for _, steps in ran] == [base.train.steps] * 6
+  assert made["chosen"]["train.learning_rate"] == 2.0
 
 
 def test_a_candidate_that_diverges_is_not_chosen(tuned):

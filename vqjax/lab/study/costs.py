@@ -3,13 +3,13 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from vqjax.lab.config import Experiment
-from vqjax.lab.study.tuning import ROUNDS, rounds_of
+from vqjax.lab.study.tuning import rounds_of
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.run_folder import load_text
 from vqjax.sharding import make_mesh
@@ -91,9 +91,9 @@ def run_seconds(costs: Mapping[str, float], steps: int, evaluations: int = 1) ->
 
 
 def tuning_seconds(
-  costs: Mapping[str, float], steps: int, candidates: int, further: int = 0
+  costs: Mapping[str, float], steps: int, candidates: int, rounds: Sequence[int], further: int = 0
 ) -> float:
   """Seconds of a tuning of so many candidates, and `further` ones, for runs of so many steps."""
   trial = lambda part: run_seconds({**costs, "test_seconds": 0.0}, max(1, steps // part))
-  rounds = [*rounds_of(candidates), (ROUNDS[-1], further)]
-  return sum(count * trial(part) for part, count in rounds)
+  trained = [*rounds_of(candidates, rounds), (rounds[-1], further)]
+  return sum(count * trial(part) for part, count in trained)

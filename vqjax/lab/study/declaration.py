@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from vqjax.lab.config import Experiment, config_hash, load_function, with_fields
 from vqjax.lab.study.compressed import Derived
-from vqjax.lab.study.tuning import EXTENSIONS, SearchSpace, stretched
+from vqjax.lab.study.tuning import EXTENSIONS, ROUNDS, SearchSpace, stretched
 from vqjax.lm.records import shown
 
 __all__ = ["Row", "Run", "Study", "load_study"]
@@ -104,6 +104,9 @@ class Study:
     margin: relative difference of perplexity within which rows count as equal.
     extensions: values beyond those of a field that a tuning tries at most, where its winner lies at
       an edge of them.
+    rounds: the rounds of a tuning: 8 trains each candidate for an eighth of its row's steps, and a
+      third of them, at least two, go on to the next round, from the start. Give (1,) to tune
+      dropout and what else prevents overfitting: short trainings do not overfit.
     measure: (experiment, run folder) -> further measurements, kept beside the result of each
       finished run. The experiment is that of the folder's config.json: where the row begins from
       another's run, it names the identity of that run in place of its folder.
@@ -120,6 +123,7 @@ class Study:
   reference: str = ""
   margin: float = 0.01
   extensions: int = EXTENSIONS
+  rounds: Sequence[int] = ROUNDS
   measure: Callable[[Experiment, pathlib.Path], dict[str, Any]] | None = None
 
   # What was made of the fields, which a study of many rows and seeds asks for again and again.
@@ -145,6 +149,13 @@ class Study:
       raise FieldError(
         f"`extensions` must be an integer of at least 0; got {shown(self.extensions)}. 2 is usual.",
         "extensions",
+      )
+    parts = self.rounds if isinstance(self.rounds, (tuple, list)) else ()
+    if not parts or not all(type(part) is int and part >= 1 for part in parts):
+      raise FieldError(
+        f"`rounds` must be integers of at least 1; got {shown(self.rounds)}. Give (8, 4), or (1,)"
+        " for all steps.",
+        "rounds",
       )
     if not 0 <= self.margin < 1:
       raise FieldError(

@@ -26,7 +26,6 @@ from vqjax.lab.study.seeds import (
   paired,
   results_by_seed,
 )
-from vqjax.lab.study.tuning import ROUNDS
 from vqjax.lab.study.work import Work
 from vqjax.lm.pages import SERIES, blank, document, element, html_table, plot
 from vqjax.outputs import write_text
@@ -332,15 +331,17 @@ def _tuning_sentences(study: Study) -> list[str]:
   if not grids:
     return ["Nothing was tuned."]
   is_one = len(grids) == 1 and not untuned
-  first, second = ROUNDS
+  share = lambda part: "all steps" if part == 1 else f"1/{part} of the steps"
+  first, *later = map(share, study.rounds)
+  who = "three candidates and more" if later else "every candidate"
+  rounds = [f"{who} for {first}", *(f"the best third, but two at least, for {x}" for x in later)]
   beyond = (
     " Where the best lay at an edge of the grid, values beyond it were tried too, at most"
     f" {study.extensions} for each field."
   ) * (study.extensions > 0)
   return [
     f"{'Every' if is_one else 'A tuned'} row tried {next(iter(grids)) if is_one else 'its grid'},"
-    f" with a seed of its own: three candidates and more for an {first}th of the steps, then the"
-    f" best third, but two at least, for a {second}th, by the validation loss.{beyond}",
+    f" with a seed of its own: {', then '.join(rounds)}, by the validation loss.{beyond}",
     *(f"{_names(rows)}: {grid}." for grid, rows in grids.items() if not is_one),
     *([f"{_names(untuned)}: not tuned."] if untuned else []),
     *(

@@ -2,10 +2,10 @@
 
 Every candidate trains for an eighth of the row's steps; the best third of them, at least two, train
 again, from the start, for a quarter of the steps; the lowest validation loss of that round chooses.
-Two candidates train for the quarter alone.
+Two candidates train for the quarter alone. A study may have other rounds.
 A shortened run has a whole schedule, so that candidates are compared at the end of their learning
-rates. Where the winner lies at an edge of a field's values, the next value beyond it is tried for a
-quarter of the steps too, at most twice a field.
+rates. Where the winner lies at an edge of a field's values, the next value beyond it is tried for
+the steps of the last round too, at most twice a field.
 """
 
 import dataclasses
@@ -35,7 +35,8 @@ __all__ = [
 ]
 
 ROUNDS = 8, 4
-"""Parts of the row's steps in the rounds; each round keeps a third of its candidates, and two."""
+"""The usual rounds: each trains for one over its number of the row's steps, and keeps a third of its
+candidates, and two at least."""
 
 EXTENSIONS = 2
 """Values beyond those of a field that a tuning tries at most."""
@@ -132,6 +133,7 @@ class Tuning:
     folder: folder of the trials' runs, one for each candidate and round; their checkpoints are
       removed once they have a result.
     extensions: values beyond those of a field that are tried at most.
+    rounds: as `Study.rounds`.
     identified: the experiment that identifies the tuning and its trials, as in `fit`; None:
       `experiment`.
   """
@@ -142,6 +144,7 @@ class Tuning:
   space: SearchSpace
   folder: pathlib.Path
   extensions: int = 0
+  rounds: Sequence[int] = ROUNDS
   identified: Experiment | None = None
 
   def job(self) -> StudyJob:
@@ -185,7 +188,7 @@ class Tuning:
       best, left = min(scores), _best(left, scores)
     chosen, extended, result = left[0], {}, origin(self._identity())
     if best < math.inf:
-      chosen, extended = self._extended(chosen, best, lambda fields: loss(fields, ROUNDS[-1]))
+      chosen, extended = self._extended(chosen, best, lambda fields: loss(fields, self.rounds[-1]))
     else:
       error = "every candidate diverged. Give lower values"
       print(f"{self.name} failed: {error}", file=sys.stderr)
@@ -196,13 +199,13 @@ class Tuning:
 
   @property
   def _rounds(self) -> list[tuple[int, int]]:
-    return rounds_of(len(self.space.candidates()))
+    return rounds_of(len(self.space.candidates()), self.rounds)
 
   def _identity(self) -> str:
     tried = {field: list(values) for field, values in self.space.values.items()}
     further = [self.extensions] if self.extensions else []
     identified = config_hash(self.identified or self.experiment)
-    return values_identity([identified, tried, ROUNDS, *further])
+    return values_identity([identified, tried, tuple(self.rounds), *further])
 
   def _extended(
     self, chosen: dict[str, Any], best: float, measure: Callable[[Mapping[str, Any]], float]
@@ -264,14 +267,17 @@ def _is_possible(experiment: Experiment, fields: Mapping[str, Any]) -> bool:
   return True
 
 
-def rounds_of(count: int) -> list[tuple[int, int]]:
+def rounds_of(count: int, rounds: Sequence[int] = ROUNDS) -> list[tuple[int, int]]:
   """The part of the row's steps, and the number of candidates, of each round for `count` of them.
 
-  A round that would drop none is left out.
+  A round that would drop none is left out, but the last one.
   """
-  first, last = ROUNDS
-  kept = _kept(count)
-  return [(first, count), (last, kept)] if kept < count else [(last, count)]
+  found = []
+  for part in rounds[:-1]:
+    if (kept := _kept(count)) < count:
+      found.append((part, count))
+      count = kept
+  return [*found, (rounds[-1], count)]
 
 
 def _kept(count: int) -> int:

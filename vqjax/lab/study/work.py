@@ -112,8 +112,8 @@ class Work:
       return None
     made = [self.study.experiment(name, TUNING_SEED, self.scale, each) for each in both]
     folder, space = self.folder / "tuning" / name, self.study.space(name)
-    job, extensions = f"{name}/tuning", self.study.extensions
-    return Tuning(job, "tuning", made[1], space, folder, extensions, identified=made[0])
+    limits = self.study.extensions, self.study.rounds
+    return Tuning(f"{name}/tuning", "tuning", made[1], space, folder, *limits, identified=made[0])
 
   def _tuning_job(self, name: str) -> StudyJob:
     # Made late: what the rows that it begins from have chosen is part of it.
@@ -277,7 +277,8 @@ class Work:
     if kind == "tuning":
       space = self.study.space(name)
       further = self.study.extensions * len(space.edged()) if extended else 0
-      return tuning_seconds(kept["costs"], train.steps, len(space.candidates()), further)
+      count = len(space.candidates())
+      return tuning_seconds(kept["costs"], train.steps, count, self.study.rounds, further)
     evaluations = -(-train.steps // train.eval_every)
     return run_seconds(kept["costs"], train.steps, evaluations)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from experiments.studies.comparison import manuals, page, ptb, small_tables, stories
+from experiments.studies.comparison import manuals, page, ptb, ptb_dropout, small_tables, stories
 from experiments.studies.comparison.compressed import InFile, InMemory, TrainedTable
 from experiments.studies.lstm import LSTM
 from tests import jitted
@@ -81,10 +81,12 @@ def test_the_row_of_seen_tokens_has_a_code_for_each(real_data, monkeypatch):
   assert len(seen) == stories.SIZES.seen
 
 
-def test_the_learning_rate_of_manual_pages_is_what_most_tunings_of_penn_treebank_chose():
-  kept = page.works()["ptb"].results.read()
-  study = manuals.study()
-  found = [kept[f"{name}/tuning"] for name in study.trained if f"{name}/tuning" in kept]
-  chosen = [tuple(each["chosen"].items()) for each in found]
-  (fields,) = study.space(study.reference).candidates()
-  assert max(set(chosen), key=chosen.count) == tuple(fields.items())
+def test_learning_rates_beside_dropout_are_those_that_penn_treebank_chose():
+  rate, kept = "train.learning_rate", page.works()["ptb"].results.read()
+  found = {
+    job.split("/")[0]: each["chosen"][rate] for job, each in kept.items() if "chosen" in each
+  }
+  most = max([*found.values()], key=[*found.values()].count)
+  for study, rates in ((manuals.study(), {}), (ptb_dropout.study(), found)):
+    for name in study.trained:
+      assert study.space(name).values[rate] == (rates.get(name, most),)
