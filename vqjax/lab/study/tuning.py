@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 ROUNDS = 8, 4
-"""The usual rounds: each trains for one over its number of the row's steps, and keeps a third of its
+"""The usual rounds: each trains for one over its number of the row's steps. It keeps a third of its
 candidates, and two at least."""
 
 EXTENSIONS = 2

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from experiments.studies.comparison import manuals, page, ptb, ptb_dropout, small_tables, stories
+from experiments.studies.comparison import manuals, page, ptb, dropout, small_tables, stories
 from experiments.studies.comparison.compressed import InFile, InMemory, TrainedTable
 from experiments.studies.lstm import LSTM
 from tests import jitted
@@ -87,6 +87,6 @@ def test_learning_rates_beside_dropout_are_those_that_penn_treebank_chose():
     job.split("/")[0]: each["chosen"][rate] for job, each in kept.items() if "chosen" in each
   }
   most = max([*found.values()], key=[*found.values()].count)
-  for study, rates in ((manuals.study(), {}), (ptb_dropout.study(), found)):
+  for study, rates in ((manuals.study(), {}), (dropout.study(), found)):
     for name in study.trained:
       assert study.space(name).values[rate] == (rates.get(name, most),)

@@ -1,6 +1,6 @@
 """Heads on Penn Treebank with the dropout of each tuned, in one budget of steps and in two.
 
-vqjax study experiments/studies/comparison/ptb_dropout.py --out experiments/studies/comparison/ptb_dropout
+vqjax study experiments/studies/comparison/dropout.py --out experiments/studies/comparison/dropout
 """
 
 import dataclasses
