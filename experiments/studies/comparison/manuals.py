@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.gemma_compression import long_lines, plain
-from experiments.studies.comparison import ptb, dropout
+from experiments.studies.comparison import dropout, ptb
 from experiments.studies.comparison.rows import rows
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import Source, WordTokenizer

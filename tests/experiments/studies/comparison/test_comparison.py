@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from experiments.studies.comparison import manuals, page, ptb, dropout, small_tables, stories
+from experiments.studies.comparison import dropout, manuals, page, ptb, small_tables, stories
 from experiments.studies.comparison.compressed import InFile, InMemory, TrainedTable
 from experiments.studies.lstm import LSTM
 from tests import jitted
