@@ -21,6 +21,7 @@ from vqjax.lm.generation.text_stream import TextStream, stop_tokens
 from vqjax.lm.models import Transformer
 from vqjax.lm.models.rotary import LongRope
 from vqjax.lm.tokenizers.reading import Tokenizer
+from vqjax.ops.vocab_parallel import own_promotion
 
 __all__ = ["Generated", "generate", "stream"]
 
@@ -224,6 +225,7 @@ class _Program:
 
 
 @functools.partial(jax.jit, static_argnames="program")
+@own_promotion
 def _begin(
   variables, tokens_BT, length_B, key, stop, allowed, *, program: _Program
 ) -> tuple[_State, Float[Array, "B T D"] | None]:
@@ -260,6 +262,7 @@ def _begin(
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
+@own_promotion
 def _continue(variables, state, limit, key, stop, allowed, *, program: _Program) -> _State:
   """The state once there are `limit` tokens, or all rows have ended."""
 
@@ -274,6 +277,7 @@ def _continue(variables, state, limit, key, stop, allowed, *, program: _Program)
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
+@own_promotion
 def _read_again(
   variables, state, tokens_BT, length_B, key, stop, allowed, *, program: _Program
 ) -> _State:

@@ -30,6 +30,7 @@ from vqjax.lm.records import Range
 from vqjax.ops import sampling as ops
 from vqjax.ops.rejection import FilteredDistribution, verify
 from vqjax.ops.sampling import Blocks
+from vqjax.ops.vocab_parallel import own_promotion
 
 __all__ = ["Draft", "Drafter", "EarlyExit", "RoundTimes"]
 
@@ -560,6 +561,7 @@ def read_times(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.partial(jax.jit, static_argnames=("program", "capacity"))
+@own_promotion
 def begin(
   plain, arrays, tokens_BT, hidden_BTD, *, program: DraftingProgram, capacity: int
 ) -> tuple[State, Int[Array, ""]]:
@@ -589,6 +591,7 @@ def begin(
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
+@own_promotion
 def advance(
   variables, arrays, state, limit, most, key, stop, allowed, *, program: DraftingProgram
 ) -> tuple[State, Int[Array, ""]]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
+from vqjax.ops.vocab_parallel import own_promotion
 
 __all__ = [
   "NORM_AXES",
@@ -106,6 +107,7 @@ class LanguageModel(nn.Module, metaclass=abc.ABCMeta):
     """Final hidden vectors; each depends on the tokens up to its own position."""
     return self.hidden_and_terms(tokens, deterministic)[0]
 
+  @own_promotion
   def hidden_and_terms(
     self, tokens: Integer[Array, "B T"], deterministic: bool = True
   ) -> tuple[Float[Array, "B T D"], Terms]:
