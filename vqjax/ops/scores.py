@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -284,3 +284,10 @@ def exp_shift(top: Float[Array, "*B"]) -> Float[Array, "*B"]:
   """The number to subtract before exp: the maximum score, or 0 where it is -inf."""
   # Where every score so far is -inf, -inf - (-inf) would be nan.
   return jnp.where(jnp.isneginf(top), 0.0, top)
+
+
+class LogSum(NamedTuple):
+  """log Σ exp(score) in two parts: their sum would round `log_sum` away under a large offset."""
+
+  top: Array
+  log_sum: Array

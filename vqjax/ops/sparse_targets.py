@@ -30,7 +30,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 from vqjax.ops import distillation, precision, statistics, tiles, vocab_parallel
 from vqjax.ops.distillation import SoftTargetLoss
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.scores import ScoreOptions, exp_shift
+from vqjax.ops.scores import LogSum, ScoreOptions, exp_shift
 from vqjax.ops.tiles import Linear
 from vqjax.ops.vocabulary import (
   TokenWeight,
@@ -342,13 +342,6 @@ class _Running(NamedTuple):
   total: Array
 
 
-class _Normalizer(NamedTuple):
-  """A log-sum in two parts: a sum would round `log_sum` away under a large offset."""
-
-  top: Array
-  log_sum: Array
-
-
 # JAX's own gradient of the scans would store the scores of all tiles, [N, V].
 @precision.custom_vjp
 def _pass(plan, layer, row_PNk):
@@ -365,13 +358,13 @@ def _pass_forward(plan, layer, row_PNk):
     local, top_PN = top_PN, lax.pmax(top_PN, plan.axis)
     total_PN = lax.psum(total_PN * jnp.exp(local - exp_shift(top_PN)), plan.axis)
     own_PNk = lax.pmax(own_PNk, plan.axis)
-  rest = _Normalizer(top_PN, jnp.log(total_PN)) if plan.rest else None
+  rest = LogSum(top_PN, jnp.log(total_PN)) if plan.rest else None
   if plan.rest:
     # What was summed are the other tokens: the normaliser has the k tokens in addition.
     rest_top_PN, top_PN = top_PN, jnp.maximum(top_PN, own_PNk.max(axis=-1))
     total_PN = total_PN * jnp.exp(rest_top_PN - exp_shift(top_PN))
     total_PN += jnp.exp(own_PNk - exp_shift(top_PN)[..., None]).sum(axis=-1)
-  z = _Normalizer(top_PN, jnp.log(total_PN))
+  z = LogSum(top_PN, jnp.log(total_PN))
   found = TokenLogProbs(
     # In this order: own - log Z would lose digits where both are large.
     log_probs=(own_PNk - z.top[..., None]) - z.log_sum[..., None],
@@ -417,9 +410,9 @@ class _Cotangents(NamedTuple):
 
   row: Array
   own: Array
-  z: _Normalizer
+  z: LogSum
   prob: Array
-  rest: _Normalizer | None
+  rest: LogSum | None
   share: Array | None
 
 

@@ -11,7 +11,7 @@ the vocabulary's axis (`all_reduced`). The backward pass computes the cotangent 
 #                                           |       where the device keeps the scores
 #                                        all_reduced over the vocabulary's axis
 #                                           |
-#                            finished:   _Pass, the results, and _Normalizer, which is saved
+#                            finished:   _Pass, the results, and LogSum, which is saved
 #                  _pass_backward:       Cotangents -> `gradients` with the rule `d_scores`
 #
 # A tile may be merged in two ways. `merge` takes the maximum of the tile first and adds sums that
@@ -32,7 +32,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from vqjax.ops import device, precision, tiles, topk, vocab_parallel
-from vqjax.ops.scores import exp_shift
+from vqjax.ops.scores import LogSum, exp_shift
 from vqjax.types import Shape
 
 __all__ = ["LinearSoftmax"]
@@ -201,13 +201,6 @@ class _Running(NamedTuple):
   above: Array | None = None
 
 
-class _Normalizer(NamedTuple):
-  """log Z in two parts: a sum would round `log_sum` away under a large offset."""
-
-  top: Array
-  log_sum: Array
-
-
 # JAX's own gradient of the scans would store the scores of all tiles, [N, V].
 @precision.custom_vjp
 def _pass(plan, layer, row_PN):
@@ -282,7 +275,7 @@ def finished(outputs: Outputs, last: _Running) -> tuple[_Pass, tuple]:
   # The logarithm of 1 + a little keeps the digits of the little.
   above = jnp.log1p(jnp.maximum(last.total - 1 + last.lost, -0.5))
   log_sum = jnp.where(last.total < 0.5, jnp.log(last.total), above)
-  z = _Normalizer(last.top, log_sum)
+  z = LogSum(last.top, log_sum)
   excess = last.moment / last.total if outputs.entropy else None
   # In this order: own - log Z would lose digits where both are large.
   below = lambda score, top, log_sum: jnp.minimum((score - top) - log_sum, 0.0)
@@ -429,7 +422,7 @@ class Cotangents(NamedTuple):
   """
 
   row: Array
-  z: _Normalizer
+  z: LogSum
   own: Array | None
   prob: Array | None
   score_sum: Array | None
