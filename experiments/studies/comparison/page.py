@@ -1,4 +1,4 @@
-"""The page of the comparison of heads, from the kept results of its five studies.
+"""The page of the comparison of heads, from the kept results of its six studies.
 
 python -m experiments.studies.comparison.page
 """
@@ -29,7 +29,7 @@ from vqjax.lab.training.optimizer import optimizer
 from vqjax.lab.training.step import state_maker
 from vqjax.lm.pages import SERIES, blank
 
-NAMES = "ptb", "manuals", "equal_bytes", "stories"
+NAMES = "ptb", "dropout", "manuals", "equal_bytes", "stories"
 """The studies of heads."""
 
 TRAINED = "small_tables"
