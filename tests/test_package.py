@@ -34,6 +34,12 @@ def test_subpackages_and_names_are_imported_at_first_use():
   assert shown.stdout.split() == ["to_head", "GroupedHead"]
 
 
+def test_a_star_takes_the_layers_and_functions_and_no_packages():
+  code = "from vqjax import *; print(CodebookHead.__name__, compress.__name__, 'nnx' in dir())"
+  shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  assert shown.stdout.split() == ["CodebookHead", "compress", "False"]
+
+
 def test_every_conversion_is_described():
   page = pathlib.Path(__file__).parents[1] / "docs" / "api" / "convert.md"
   described = re.findall(r"vqjax\.convert\.(\w+)", page.read_text("utf-8"))

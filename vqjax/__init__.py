@@ -4,9 +4,13 @@ Names are imported when they are first used, so that `vqjax.ops` loads JAX witho
 `__init__.pyi` declares them.
 """
 
+import pkgutil
+
 import lazy_loader
 
-_attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_attribute, __dir__, _names = lazy_loader.attach_stub(__name__, __file__)
+# `from vqjax import *` takes no packages: some need extras, and "nnx" or "torch" are others' names.
+__all__ = sorted({*_names} - {module.name for module in pkgutil.iter_modules(__path__)})
 
 
 def __getattr__(name: str):

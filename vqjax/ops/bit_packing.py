@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer, UInt8, UInt32
 
+from vqjax.ops.vocab_parallel import own_promotion
+
 __all__ = ["bit_packed", "bits_for"]
 
 # Rows that are packed at a time; a multiple of 8, so that every block ends at a byte.
@@ -74,6 +76,7 @@ def bit_packed(table: RowSource, bits: int) -> UInt8[np.ndarray, "bytes"]:
   return data
 
 
+@own_promotion
 def bit_unpacked_rows(
   data: UInt8[Array, "bytes"], row: Int[Array, "*B"], columns: int, bits: int
 ) -> UInt32[Array, "*B M"]:

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vqjax.ops import topk, vocab_parallel
 from vqjax.ops.tiles import default_tile, edge
-from vqjax.ops.vocab_parallel import Sharded, varying
+from vqjax.ops.vocab_parallel import Sharded, own_promotion, varying
 from vqjax.types import MeshAxes
 
 __all__ = ["KMeansResult", "kmeans", "nearest_centers"]
@@ -54,6 +54,7 @@ class KMeansResult(NamedTuple):
   inertia: Float[Array, ""]
 
 
+@own_promotion
 def kmeans(
   key: PRNGKeyArray,
   points: Float[Array, "N D"],
@@ -100,6 +101,7 @@ def kmeans(
   return _kmeans(key, points, weights, clusters, iterations, chunk, axis, sample)
 
 
+@own_promotion
 def nearest_centers(
   points: Float[Array, "N D"], centers: Float[Array, "K D"], *, chunk: int | None = None
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
