@@ -319,11 +319,12 @@ def _updated(table, moment, ids, gradients, rate, *, decay, epsilon, axis):
   # The index behind the last row is for rows of other devices: what is written there is dropped.
   index = jnp.where((local >= 0) & (local < rows), local, rows)
   order = jnp.argsort(index)
-  flat = gradients.reshape(len(index), *table.shape[1:])
+  flat = gradients.reshape(index.shape[0], *table.shape[1:])
   index, wide = index[order], flat[order].astype(moment.dtype)
   # Position of each row among the different ones, and the rows at these positions.
   position = jnp.cumsum(jnp.diff(index, prepend=index[:1]) != 0)
-  summed = jax.ops.segment_sum(wide, position, len(index), indices_are_sorted=True)
+  # Not `segment_sum`, whose number of segments may be no symbol.
+  summed = jnp.zeros_like(wide).at[position].add(wide, indices_are_sorted=True)
   index = jnp.full_like(index, rows).at[position].set(index)
   step, moments = step_of(summed, read_rows(moment, index), decay, epsilon, jnp)
   # In the order of Optax, so that numbers are the same.

@@ -10,8 +10,10 @@ from tests.contract import strict_modes
 from tests.jitted import results
 from vqjax.ops import codes, forward_mode
 from vqjax.ops import sampled_softmax as sampled
+from vqjax.ops.kmeans import nearest_centers
 from vqjax.ops.row_factory import RowFactory, columns
 from vqjax.ops.vocab_parallel import gather
+from vqjax.row_updates import update_rows
 
 V, D, K = 101, 12, 7
 rng = np.random.default_rng(0)
@@ -63,6 +65,8 @@ OTHERS = {
   ),
   "vectors": lambda h, t, m: codes.code_vectors(codebook, code, t),
   "top_k": lambda h, t, m: vqjax.linear_top_k(h, weight, 5, bias),
+  "nearest centers": lambda h, t, m: nearest_centers(h.reshape(-1, D), codebook),
+  "updated rows": lambda h, t, m: update_rows(weight, np.zeros(V, np.float32), t, h, 0.1),
   "the best": lambda h, t, m: vqjax.linear_sample(
     h, jax.random.PRNGKey(0), weight, bias, temperature=0, allowed=np.arange(V) > 3
   ),

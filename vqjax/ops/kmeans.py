@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax, random
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from vqjax.ops import topk, vocab_parallel
+from vqjax.ops import symbolic, topk, vocab_parallel
 from vqjax.ops.tiles import default_tile, edge
 from vqjax.ops.vocab_parallel import Sharded, own_promotion, varying
 from vqjax.types import MeshAxes
@@ -101,6 +101,7 @@ def kmeans(
   return _kmeans(key, points, weights, clusters, iterations, chunk, axis, sample)
 
 
+@symbolic.for_any_batch("points")
 @own_promotion
 def nearest_centers(
   points: Float[Array, "N D"], centers: Float[Array, "K D"], *, chunk: int | None = None
