@@ -5,6 +5,7 @@ python -m experiments.studies.comparison.page
 
 import collections
 import functools
+import operator
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -64,23 +65,27 @@ def is_tied(study: Study, name: str) -> bool:
   return getattr(head_of(study, name), "embedding", None) is not None
 
 
-def head_bytes(study: Study, name: str, result: Mapping[str, Any]) -> int:
+def head_bytes(study: Study, name: str, result: Mapping[str, Any], *, narrow: bool = False) -> int:
   """Bytes of the head that inference needs, a tied table included.
 
   Args:
     study: the study.
     name: the row.
     result: result of one of its runs.
+    narrow: count two bytes for each parameter of a trained head, in place of the four of float32. A
+      compressed table has its own formats.
   """
-  head, own = head_of(study, name), result["head"]["state_bytes"]
+  head, own = head_of(study, name), result["head"]
   if isinstance(study.row(name), Derived):
-    return own
+    return own["state_bytes"]
+  size, params = own["state_bytes"], own["params"]
   if is_tied(study, name):
-    return own + result["embedding"]["state_bytes"]
-  if deployed(head) is head:
-    return own
-  vocab = result["embedding"]["params"] // head.dim
-  return deployed(head).clone(vocab=vocab).size().state_bytes
+    size += result["embedding"]["state_bytes"]
+    params += result["embedding"]["params"]
+  elif deployed(head) is not head:
+    vocab = result["embedding"]["params"] // head.dim
+    params, size = deployed(head).clone(vocab=vocab).size()[:2]
+  return size - 2 * params * narrow
 
 
 def comparison_table(study: Study, results: Results, costs: Mapping[str, Any]) -> pd.DataFrame:
@@ -106,6 +111,8 @@ def comparison_table(study: Study, results: Results, costs: Mapping[str, Any]) -
     if first:
       whole = head_bytes(study, study.reference, first)
       line["bytes, of the reference"] = units.ratio(size / whole)
+      both = (head_bytes(study, *of, narrow=True) for of in ((name, one), (study.reference, first)))
+      line["with 16-bit floats"] = units.ratio(operator.truediv(*both))
       inputs = 0 if is_tied(study, name) else first["embedding"]["state_bytes"]
       line["MiB with the inputs"] = f"{(size + inputs) / 2**20:.2f}"
     own = costs.get(name, {})
