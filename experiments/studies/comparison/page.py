@@ -216,12 +216,12 @@ def tuning_sentence(name: str, study: Study, results: Results) -> str | None:
 
 
 def compared_bytes_figure(study: Study, results: Results) -> Figure | None:
-  """Bytes of the head against test perplexity, by name."""
+  """Bytes of the head against test perplexity, by name; None where the table says as much."""
   points = []
   for name, runs in _ranked(study, results):
     if size := head_bytes(study, name, next(iter(runs.values()))):
       points.append((size, _perplexity(runs).mean, name))
-  if not points:
+  if len(points) <= 3:
     return None
   order = {name: at for at, name in enumerate(study.rows)}
   sizes, perplexities, names = zip(*sorted(points, key=lambda point: order[point[2]]))
