@@ -101,8 +101,8 @@ def kmeans(
   return _kmeans(key, points, weights, clusters, iterations, chunk, axis, sample)
 
 
-@symbolic.for_any_batch("points")
 @own_promotion
+@symbolic.for_any_batch("points")
 def nearest_centers(
   points: Float[Array, "N D"], centers: Float[Array, "K D"], *, chunk: int | None = None
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
