@@ -10,7 +10,7 @@ import lazy_loader
 
 _attribute, __dir__, _names = lazy_loader.attach_stub(__name__, __file__)
 # `from vqjax import *` takes no packages: some need extras, and "nnx" or "torch" are others' names.
-__all__ = sorted({*_names} - {module.name for module in pkgutil.iter_modules(__path__)})
+__all__: list[str] = sorted({*_names} - {module.name for module in pkgutil.iter_modules(__path__)})
 
 
 def __getattr__(name: str):
