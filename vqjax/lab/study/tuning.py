@@ -267,7 +267,7 @@ def _is_possible(experiment: Experiment, fields: Mapping[str, Any]) -> bool:
   return True
 
 
-def rounds_of(count: int, rounds: Sequence[int] = ROUNDS) -> list[tuple[int, int]]:
+def rounds_of(count: int, rounds: Sequence[int]) -> list[tuple[int, int]]:
   """The part of the row's steps, and the number of candidates, of each round for `count` of them.
 
   A round that would drop none is left out, but the last one.
