@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.contract import strict_modes
 from tests.jitted import random_variables, results
 from tests.lm.generation import test_speculation as speculated
 from tests.lm.generation.reference import log_softmax
@@ -234,7 +235,8 @@ def test_the_loss_and_the_ranks_are_those_of_dense_logits():
     loss = medusa_loss(model, variables, *given)
     return loss, medusa_ranks(drafter, model, unstacked(variables), hidden, targets, 4)
 
-  loss, found = results(program, variables, hidden, number, targets)
+  with strict_modes():
+    loss, found = results(program, variables, hidden, number, targets)
   np.testing.assert_allclose(loss, wanted, rtol=1e-5)
   order = np.argsort(-log_p, axis=-1)[..., :4]
   is_target = np.asarray(MAP)[order] == targets[..., None]

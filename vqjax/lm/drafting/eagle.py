@@ -40,6 +40,7 @@ from vqjax.lm.generation.speculation import (
 from vqjax.lm.lenses.tuned import check_mark, model_mark
 from vqjax.lm.models import Transformer
 from vqjax.lm.models.attention import attend, sunk_softmax
+from vqjax.ops.vocab_parallel import own_promotion
 from vqjax.tables.tensor_files import load_file, save_file
 
 __all__ = ["Eagle", "initial_params", "load_eagle", "save_eagle"]
@@ -289,6 +290,7 @@ def initial_params(model: Transformer, variables: Variables, key: PRNGKeyArray) 
   return fresh | jax.tree.map(jnp.array, {"block": last, "final_norm": params["final_norm"]})
 
 
+@own_promotion
 def _fresh_params(model, key):
   one, position_T = _one_block(model), jnp.zeros(1, jnp.int32)
   zeros_BTD, dim = jnp.zeros((1, 1, model.dim), model.dtype), model.dim
@@ -412,6 +414,7 @@ def load_eagle(path: str | os.PathLike, model: Transformer, variables: Variables
   return Eagle(params, *head, tokens=tokens, **options)
 
 
+@own_promotion
 def unrolled(
   model: Transformer,
   variables: Variables,

@@ -35,6 +35,7 @@ from vqjax.lm.generation.speculation import (
 from vqjax.lm.generation.tree_drafting import TreeProgram, Typical
 from vqjax.lm.lenses.tuned import check_mark, model_mark
 from vqjax.lm.models import Transformer
+from vqjax.ops.vocab_parallel import own_promotion
 from vqjax.tables.tensor_files import load_file, open_file, save_file
 
 __all__ = [
@@ -160,6 +161,7 @@ class _MedusaProgram(TreeProgram):
     return jnp.concatenate([state.token[:, None], token_SB.T], axis=1), state
 
 
+@own_promotion
 def medusa_loss(
   model: Transformer,
   variables: Variables,
@@ -196,6 +198,7 @@ def medusa_loss(
   return head.apply(head_variables, method=loss)
 
 
+@own_promotion
 def medusa_ranks(
   drafter: Medusa,
   model: Transformer,
